@@ -1,0 +1,1 @@
+"""Take a PyTorch model from one GPU to a supercomputer."""
