@@ -1,0 +1,1 @@
+"""What flows between the parts of gradus: recipes, clusters, plans, and errors. Imports nothing of ours, no torch."""

@@ -1,0 +1,215 @@
+"""From YAML text and `--set` overrides to a validated model, with errors that name file, field, found and allowed."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from gradus.schema.errors import InputError, nearest, unknown_name
+
+Model = TypeVar("Model", bound=BaseModel)
+Document = dict[str, Any]
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which `1e-3` is a number (YAML 1.1 reads text) and a repeated key is an error, not the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} appears twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text; a syntax error names the source, the line and the column."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise InputError(
+            f"{source}, line {line}, column {column}: not valid YAML: {error.problem or error}",
+            hint="check the indentation and the brackets around that line",
+            file=source,
+            line=line,
+        ) from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{source}: not valid YAML: {error}", file=source) from None
+
+
+def read_document(path: Path) -> Document:
+    """The mapping in a YAML file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = sorted(str(p) for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        close = nearest(str(path), siblings)
+        raise InputError(
+            f"{path}: no such file" + (f"; did you mean {close}?" if close else ""),
+            hint=f"files there: {', '.join(siblings)}" if siblings else None,
+            file=str(path),
+            found=str(path),
+            allowed=siblings,
+            nearest=close,
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}", file=str(path)) from None
+    document = parse_yaml(text, str(path))
+    if not isinstance(document, dict):
+        found = "nothing" if document is None else f"a {_type_name(document)}"
+        raise InputError(
+            f"{path}: found {found}, allowed: a mapping of keys to values", file=str(path), found=found, field="."
+        )
+    return document
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
+    """A copy of the document with each `a.b.c=value` set; values are YAML, so numbers are numbers."""
+    result = _copied(document)
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not separator or not all(keys):
+            raise InputError(
+                f"--set {override}: found {override!r}, allowed: key.key=value",
+                hint="for example --set optimizer.lr=1e-3",
+                file="--set",
+                found=override,
+            )
+        place = result
+        for depth, key in enumerate(keys[:-1]):
+            inner = place.setdefault(key, {})
+            if inner is None:
+                inner = place[key] = {}
+            if not isinstance(inner, dict):
+                at = ".".join(keys[: depth + 1])
+                raise InputError(
+                    f"--set {override}: {at} is {inner!r}, which has no keys of its own", file="--set", field=at
+                )
+            place = inner
+        place[keys[-1]] = parse_yaml(text, f"--set {override}")
+    return result
+
+
+def validated(model: type[Model], document: Document, file: str, overrides: Sequence[str] = ()) -> Model:
+    """The document as `model`, or one InputError that lists everything wrong with it."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        problems = [_explained(model, dict(e), file, overrides) for e in error.errors()]
+        first = problems[0]
+        raise InputError(
+            "\n".join(p.message for p in problems),
+            hint=first.hint,
+            **{**first.details, "problems": [p.document() for p in problems]},
+        ) from None
+
+
+def dump_yaml(document: Document) -> str:
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
+
+
+_ALLOWED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def _explained(model: type[BaseModel], error: dict[str, Any], file: str, overrides: Sequence[str]) -> InputError:
+    """One of pydantic's errors in our words."""
+    location = [str(part) for part in error["loc"]]
+    field = ".".join(location) or "."
+    file = origin(field, file, overrides)
+    kind, found, context = error["type"], error["input"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return unknown_name("key", location[-1], _fields_at(model, location[:-1]), field=field, file=file)
+    if kind == "missing":
+        return InputError(f"{file}: {field}: missing, and it is required", file=file, field=field)
+    if kind == "literal_error":
+        allowed = context["expected"].replace("'", "").replace(" or ", ", ")
+        close = nearest(str(found), allowed.split(", "))
+    elif kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        allowed, close = f"{words} {context[key]}", None
+    elif kind == "value_error":
+        allowed, close = str(context["error"]), None
+    else:
+        allowed, close = _ALLOWED.get(kind, error["msg"]), None
+    suggestion = f"; did you mean {close!r}?" if close else ""
+    shown = "" if isinstance(found, dict) else f"found {found!r} ({_type_name(found)}), "
+    return InputError(
+        f"{file}: {field}: {shown}allowed: {allowed}{suggestion}",
+        file=file,
+        field=field,
+        found=found if isinstance(found, (str, int, float, bool)) else None,
+        allowed=allowed,
+        nearest=close,
+    )
+
+
+def origin(field: str, file: str, overrides: Sequence[str]) -> str:
+    """The `--set` that gave this field its value, or else the file."""
+    for override in reversed(overrides):
+        path = override.partition("=")[0].strip()
+        if field == path or field.startswith(path + ".") or path.startswith(field + "."):
+            return f"--set {override}"
+    return file
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:
+    """Names of the fields of the (nested) model at a location."""
+    current: type[BaseModel] = model
+    for part in location:
+        field = current.model_fields.get(part)
+        inner = _model_in(field.annotation) if field else None
+        if inner is None:
+            return []
+        current = inner
+    return list(current.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.getorigin(annotation) in (typing.Union, types.UnionType, list, typing.Annotated):
+        return next((m for m in map(_model_in, typing.get_args(annotation)) if m), None)
+    return None
+
+
+def _type_name(value: Any) -> str:
+    names = {str: "text", bool: "true/false", int: "whole number", float: "number", list: "list", dict: "mapping"}
+    return "nothing" if value is None else names.get(type(value), type(value).__name__)
+
+
+def _copied(document: Document) -> Document:
+    return {key: _copied(value) if isinstance(value, dict) else value for key, value in document.items()}

@@ -1,0 +1,165 @@
+"""Recipe: what to train. It means the same on any hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from gradus.schema.errors import InputError, unknown_name
+from gradus.schema.intervals import Interval
+from gradus.schema.loading import Document, apply_overrides, dump_yaml, origin, read_document, validated
+from gradus.schema.plan import Plan
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+_OPEN = ConfigDict(extra="allow", strict=True, frozen=True)
+
+BUDGETS = ("steps", "epochs", "tokens")
+DECAYS = ("constant", "linear", "cosine", "step")
+LOSSES = ("cross-entropy", "mse")
+METRICS = ("accuracy",)
+OPTIMIZERS: dict[str, tuple[str, ...]] = {  # further keys that each built-in optimizer takes
+    "adamw": ("betas", "eps"),
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adadelta": ("rho", "eps"),
+    "lamb": ("betas", "eps"),
+    "lars": ("momentum", "trust", "eps"),
+}
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is `file.py:name` or `package.module:name` rather than a built-in."""
+    return ":" in name
+
+
+class Named(BaseModel):
+    """A block whose `use` names something callable; keys that are not fields here are passed to it."""
+
+    model_config = _OPEN
+
+    use: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class DataBlock(Named):
+    limit: int | None = Field(None, ge=1)  # train on the first few samples only
+
+
+class OptimizerBlock(Named):
+    use: str = "adamw"
+    lr: float = Field(gt=0)
+    warmup: int = Field(0, ge=0)  # steps
+    decay: str = "constant"
+    decay_to: float = Field(0.0, ge=0, le=1)  # where linear and cosine end, as a fraction of lr
+    decay_every: int | None = Field(None, ge=1)  # steps between the drops of `decay: step`
+    decay_factor: float = Field(0.1, gt=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    decay_norms_and_biases: bool = False
+    clip: float | None = Field(None, gt=0)
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    lr_batch: int | None = Field(None, ge=1)  # the batch that `lr` was chosen for
+
+
+class EvaluateBlock(BaseModel):
+    model_config = _STRICT
+
+    every: int | None = Field(None, ge=1)  # steps; always once at the end
+    batches: int | None = Field(None, ge=1)  # at most this many batches of the validation data
+    metric: str = "loss"  # what target, stop_after and checkpoint.best look at
+    target: float | None = None  # stop when the metric is at least this good
+    stop_after: int | None = Field(None, ge=1)  # stop after so many evaluations without a better value
+
+
+class CheckpointBlock(BaseModel):
+    model_config = _STRICT
+
+    every: Interval | None = None
+    keep: int = Field(2, ge=1)
+    best: bool = False  # keep the checkpoint with the best evaluation too
+
+
+class Recipe(BaseModel):
+    model_config = _STRICT
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: Named
+    data: DataBlock
+    batch: int = Field(ge=1)  # samples in one optimizer step, on any hardware
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    tokens: int | None = Field(None, ge=1)
+    optimizer: OptimizerBlock
+    seed: int = Field(1, ge=0)
+    loss: Named | None = None
+    metrics: list[str] = []
+    evaluate: EvaluateBlock = EvaluateBlock()
+    log_every: int = Field(1, ge=1)
+    checkpoint: CheckpointBlock = CheckpointBlock()
+    deterministic: bool = False
+    on_nan: Literal["stop"] = "stop"
+    exporters: list[Literal["tensorboard"]] = []
+    plan: Plan = Plan()
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _loss_by_name(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Recipe:
+        given = [key for key in BUDGETS if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of steps, epochs and tokens; found {', '.join(given) or 'none'}")
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+        """A recipe from a YAML file, with `a.b.c=value` overrides."""
+        return cls.from_document(read_document(Path(path)), str(path), overrides)
+
+    @classmethod
+    def from_document(cls, document: Document, file: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
+        changed = apply_overrides(document, overrides)
+        budgets = [key for key in BUDGETS if any(o.partition("=")[0].strip() == key for o in overrides)]
+        if budgets:  # `--set epochs=1` replaces the budget of the file, whatever its kind
+            changed = {key: value for key, value in changed.items() if key not in BUDGETS or key in budgets}
+        recipe = validated(cls, changed, file, overrides)
+        recipe._check_names(file, overrides)
+        return recipe
+
+    def _check_names(self, recipe_file: str, overrides: Sequence[str]) -> None:
+        """Built-in names and their keys that are known here; models and data sources check their own."""
+
+        def unknown(what: str, found: str, allowed: Iterable[str], field: str) -> InputError:
+            return unknown_name(what, found, allowed, field=field, file=origin(field, recipe_file, overrides))
+
+        def missing(field: str, reason: str) -> InputError:
+            return InputError(f"{recipe_file}: {field}: missing; {reason}", file=recipe_file, field=field)
+
+        optimizer = self.optimizer
+        if not is_import_path(optimizer.use):
+            if optimizer.use not in OPTIMIZERS:
+                raise unknown("optimizer", optimizer.use, OPTIMIZERS, "optimizer.use")
+            allowed = OPTIMIZERS[optimizer.use]
+            for key in optimizer.options:
+                if key not in allowed:
+                    raise unknown("key", key, [*type(optimizer).model_fields, *allowed], f"optimizer.{key}")
+        if not is_import_path(optimizer.decay) and optimizer.decay not in DECAYS:
+            raise unknown("decay", optimizer.decay, DECAYS, "optimizer.decay")
+        if optimizer.decay == "step" and optimizer.decay_every is None:
+            raise missing("optimizer.decay_every", "decay: step needs the number of steps between drops")
+        if optimizer.lr_scaling != "none" and optimizer.lr_batch is None:
+            raise missing("optimizer.lr_batch", "lr_scaling needs the batch that lr was chosen for")
+        if self.loss and not is_import_path(self.loss.use) and self.loss.use not in LOSSES:
+            raise unknown("loss", self.loss.use, LOSSES, "loss")
+        for name in self.metrics:
+            if not is_import_path(name) and name not in METRICS:
+                raise unknown("metric", name, METRICS, "metrics")
+
+    def to_yaml(self) -> str:
+        return dump_yaml(self.model_dump(exclude_unset=True))
