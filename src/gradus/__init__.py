@@ -1,1 +1,32 @@
-"""Take a PyTorch model from one GPU to a supercomputer."""
+"""Take a PyTorch model from one GPU to a supercomputer: recipe + cluster → plan → run → explanation."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradus.launcher.local import Result, train
+    from gradus.schema.cluster import Cluster
+    from gradus.schema.errors import GradusError
+    from gradus.schema.plan import Plan
+    from gradus.schema.recipe import Recipe
+
+__version__ = "0.1.0"
+__all__ = ["Cluster", "GradusError", "Plan", "Recipe", "Result", "train"]
+
+_HOMES = {
+    "Cluster": "gradus.schema.cluster",
+    "GradusError": "gradus.schema.errors",
+    "Plan": "gradus.schema.plan",
+    "Recipe": "gradus.schema.recipe",
+    "Result": "gradus.launcher.local",
+    "train": "gradus.launcher.local",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used: `import gradus` stays quick and needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gradus' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""Reference models: each in its own file, listed in `catalogue`."""

@@ -116,7 +116,7 @@ class Cluster(BaseModel):
     @classmethod
     def detect(cls) -> Cluster:
         """The machine this runs on."""
-        from gradus.hardware.detect import detect_cluster  # the one way up: a noun that knows how to find itself
+        from gradus.hardware.cluster import detect_cluster  # the one way up: a noun that knows how to find itself
 
         return detect_cluster()
 

@@ -201,7 +201,7 @@ def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if typing.getorigin(annotation) in (typing.Union, types.UnionType, list, typing.Annotated):
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, list, typing.Annotated):
         return next((m for m in map(_model_in, typing.get_args(annotation)) if m), None)
     return None
 

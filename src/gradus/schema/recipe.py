@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from gradus.schema.callables import absolute, is_import_path
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.intervals import Interval
 from gradus.schema.loading import Document, apply_overrides, dump_yaml, origin, read_document, validated
@@ -27,11 +28,6 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # further keys that each built-in op
     "lamb": ("betas", "eps"),
     "lars": ("momentum", "trust", "eps"),
 }
-
-
-def is_import_path(name: str) -> bool:
-    """Whether a name is `file.py:name` or `package.module:name` rather than a built-in."""
-    return ":" in name
 
 
 class Named(BaseModel):
@@ -120,17 +116,20 @@ class Recipe(BaseModel):
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         """A recipe from a YAML file, with `a.b.c=value` overrides."""
-        return cls.from_document(read_document(Path(path)), str(path), overrides)
+        return cls.from_document(read_document(Path(path)), str(path), overrides, Path(path).parent)
 
     @classmethod
-    def from_document(cls, document: Document, file: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
+    def from_document(
+        cls, document: Document, file: str = "recipe", overrides: Sequence[str] = (), folder: Path | None = None
+    ) -> Recipe:
+        """A recipe from a mapping; files that it names are looked for in `folder`, then in the current directory."""
         changed = apply_overrides(document, overrides)
         budgets = [key for key in BUDGETS if any(o.partition("=")[0].strip() == key for o in overrides)]
         if budgets:  # `--set epochs=1` replaces the budget of the file, whatever its kind
             changed = {key: value for key, value in changed.items() if key not in BUDGETS or key in budgets}
         recipe = validated(cls, changed, file, overrides)
         recipe._check_names(file, overrides)
-        return recipe
+        return recipe._with_absolute_files(folder or Path())
 
     def _check_names(self, recipe_file: str, overrides: Sequence[str]) -> None:
         """Built-in names and their keys that are known here; models and data sources check their own."""
@@ -160,6 +159,23 @@ class Recipe(BaseModel):
         for name in self.metrics:
             if not is_import_path(name) and name not in METRICS:
                 raise unknown("metric", name, METRICS, "metrics")
+
+    def _with_absolute_files(self, folder: Path) -> Recipe:
+        """Ranks, and a resume from elsewhere, must find the files that the recipe names."""
+
+        def placed(name: str) -> str:
+            return absolute(name, folder) if is_import_path(name) else name
+
+        def block(named: Named) -> Any:
+            return named.model_copy(update={"use": placed(named.use)})
+
+        optimizer = block(self.optimizer).model_copy(update={"decay": placed(self.optimizer.decay)})
+        changes: dict[str, Any] = {"model": block(self.model), "data": block(self.data), "optimizer": optimizer}
+        if self.loss:
+            changes["loss"] = block(self.loss)
+        if self.metrics:
+            changes["metrics"] = [placed(name) for name in self.metrics]
+        return self.model_copy(update=changes)
 
     def to_yaml(self) -> str:
         return dump_yaml(self.model_dump(exclude_unset=True))

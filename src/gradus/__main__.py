@@ -1,0 +1,3 @@
+from gradus.cli.main import main
+
+main()

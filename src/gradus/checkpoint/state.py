@@ -1,0 +1,79 @@
+"""State: the model and the optimizer as named tensors and plain numbers, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradus.schema.errors import InputError
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by name (`model.<parameter>`, `optimizer.<parameter>.<key>`), and what of the optimizer is no tensor."""
+    tensors = {f"model.{name}": tensor for name, tensor in _model_tensors(model).items()}
+    numbers: dict[str, Any] = {}
+    for name, state in _optimizer_states(model, optimizer).items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+            else:
+                numbers.setdefault(name, {})[key] = value
+    return tensors, numbers
+
+
+@torch.no_grad()
+def restore(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
+) -> None:
+    """Put saved values back in place. Names and shapes must be those of this model."""
+    expected = _model_tensors(model)
+    saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    if saved.keys() != expected.keys():
+        missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+        raise InputError(
+            f"the checkpoint is of another model: missing {missing[:5]}, unexpected {unexpected[:5]}", field="model"
+        )
+    for name, tensor in expected.items():
+        if tensor.shape != saved[name].shape:
+            raise InputError(
+                f"the checkpoint is of another model: {name} is {tuple(saved[name].shape)} there and "
+                f"{tuple(tensor.shape)} here",
+                field="model",
+            )
+        tensor.copy_(saved[name])
+    for name, parameter in _trained(model).items():
+        prefix = f"optimizer.{name}."
+        state: dict[str, Any] = dict(numbers.get(name, {}))
+        for key in tensors:
+            if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                state[key[len(prefix) :]] = _placed(tensors[key], parameter, optimizer)
+        if state:
+            optimizer.state[parameter] = state
+
+
+def _placed(tensor: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    # Step counters live on the host unless the optimizer is fused: there the kernel reads them.
+    on_host = tensor.dim() == 0 and not optimizer.defaults.get("fused") and parameter.dim() > 0
+    if on_host:
+        return tensor.clone()
+    placed = torch.empty_like(parameter, dtype=tensor.dtype) if tensor.shape == parameter.shape else None
+    return tensor.to(parameter.device, copy=True) if placed is None else placed.copy_(tensor)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (a shared one once) and the buffers that are meant to be saved."""
+    kept = model.state_dict(keep_vars=True)
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors.update({name: buffer for name, buffer in model.named_buffers() if name in kept})
+    return tensors
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _optimizer_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    return {name: optimizer.state[p] for name, p in _trained(model).items() if p in optimizer.state}

@@ -1,0 +1,93 @@
+"""The command line. Verbs import what they need when they run, so that help is quick and needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from gradus.cli.output import print_error, print_json, run_command
+from gradus.schema.errors import EXIT_BAD_INPUT, EXIT_FAILED
+
+app = typer.Typer(
+    name="gradus",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Take a PyTorch model from one GPU to a supercomputer.",
+)
+
+SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the recipe.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+RunsOption = Annotated[str, typer.Option("--runs", metavar="FOLDER", help="Where run directories are.")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe.yaml; not needed with --resume.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Ranks on this machine. Default: the GPUs, else 1.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help="A cluster file. Default: this machine.")] = None,
+    set_: SetOption = [],  # noqa: B006
+    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Name the run's folder.")] = None,
+    runs: RunsOption = "runs",
+    debug: Annotated[bool, typer.Option("--debug", help="One rank in this process; a debugger works.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Train a recipe on this machine."""
+    from gradus.cli.train import train_command
+
+    command = lambda: train_command(recipe, nproc, cluster, set_, resume, run_id, runs, debug, json)  # noqa: E731
+    raise typer.Exit(run_command(command, json))
+
+
+@app.command("runs")
+def runs_(
+    run: Annotated[str | None, typer.Argument(help="A run to show: a path, an id or a name.")] = None,
+    runs: RunsOption = "runs",
+    export: Annotated[str | None, typer.Option("--export", help="Write the metrics for: tensorboard.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """List runs, or show one."""
+    from gradus.cli.runs import runs_command
+
+    raise typer.Exit(run_command(lambda: runs_command(run, runs, export, json), json))
+
+
+@app.command()
+def models(json: JsonOption = False) -> None:
+    """List the reference models with their parameter counts."""
+    from gradus.cli.models import models_command
+
+    raise typer.Exit(run_command(lambda: models_command(json), json))
+
+
+def main() -> None:
+    """The `gradus` command."""
+    if not sys.platform.startswith("linux"):
+        sys.exit("gradus runs on Linux only")
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        code = _usage_error(error)
+    sys.exit(code)
+
+
+def _usage_error(error: Exception) -> int:
+    """A wrong option or argument, as text or as JSON."""
+    if isinstance(error, typer.Abort):
+        return EXIT_FAILED
+    # typer's own base class of usage errors has moved between releases; what it can do has not.
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
+        raise error
+    if "--json" in sys.argv:
+        document = {"kind": "bad-input", "message": format_message(), "hint": "see gradus --help"}
+        print_json({"error": document, "exit_code": EXIT_BAD_INPUT})
+    else:
+        print_error({"message": format_message(), "hint": "see gradus --help"})
+    return EXIT_BAD_INPUT

@@ -1,0 +1,91 @@
+"""`gradus runs`: what runs there are, and one of them in detail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gradus.cli.output import print_json
+from gradus.record.directory import RunDirectory, find_runs
+from gradus.record.events import read_events
+from gradus.record.metrics import read_metrics
+from gradus.record.status import read_status, shown_state
+from gradus.record.summary import summary_text
+from gradus.record.tensorboard import export_tensorboard
+from gradus.schema.errors import unknown_name
+
+_SHOWN_EVENTS = 12
+
+
+def runs_command(run: str | None, runs: str, export: str | None, as_json: bool) -> int:
+    if run is None:
+        documents = [_document(found) for found in find_runs(Path(runs))]
+        if as_json:
+            print_json(documents)
+        else:
+            _print_table(documents, runs)
+        return 0
+    directory = RunDirectory.open(run, Path(runs))
+    if export is not None:
+        if export != "tensorboard":
+            raise unknown_name("exporter", export, ["tensorboard"], field="--export")
+        folder = export_tensorboard(directory)
+        print_json({"run": str(directory.path), "folder": str(folder)}) if as_json else print(folder)
+        return 0
+    if as_json:
+        print_json({**_document(directory), "events": read_events(directory), "metrics": read_metrics(directory)})
+    else:
+        _print_run(directory)
+    return 0
+
+
+def _document(run: RunDirectory) -> dict[str, Any]:
+    status = read_status(run)
+    rows = read_metrics(run)
+    loss = next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None)
+    return {
+        "run": str(run.path),
+        "name": run.name,
+        "id": run.id,
+        "state": shown_state(status) if status else "unknown",
+        "step": status.step if status else None,
+        "steps_total": status.steps_total if status else None,
+        "attempt": status.attempt if status else None,
+        "loss": loss,
+        "last_error": status.last_error if status else None,
+        "updated_at": status.updated_at.isoformat(timespec="seconds") if status else None,
+    }
+
+
+def _print_table(documents: list[dict[str, Any]], runs: str) -> None:
+    if not documents:
+        print(f"no runs in {runs}; start one: gradus train recipes/quickstart.yaml")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "state", "step", "loss", "attempt", "updated (UTC)"):
+        table.add_column(column, justify="right" if column in ("step", "loss", "attempt") else "left")
+    for d in documents:
+        steps = f"{d['step']}/{d['steps_total']}" if d["steps_total"] else str(d["step"] or "-")
+        loss = f"{d['loss']:.4f}" if d["loss"] is not None else "-"
+        updated = (d["updated_at"] or "-").replace("T", " ")[:19]
+        table.add_row(f"{d['name']}/{d['id']}", d["state"], steps, loss, str(d["attempt"] or "-"), updated)
+    Console().print(table)
+
+
+def _print_run(run: RunDirectory) -> None:
+    document = _document(run)
+    print(f"{document['name']}/{document['id']}: {document['state']}, attempt {document['attempt']}")
+    if document["last_error"]:
+        print(f"last error: {document['last_error']}")
+    print()
+    print(summary_text(run))
+    events = read_events(run)
+    if events:
+        print("\nlast events")
+    for event in events[-_SHOWN_EVENTS:]:
+        rest = {k: v for k, v in event.items() if k not in ("time", "writer", "event") and v is not None}
+        details = "  ".join(f"{key}={value}" for key, value in rest.items())
+        print(f"  {event['time'][:19].replace('T', ' ')}  {event['event']:<14} {details[:120]}")

@@ -1,0 +1,235 @@
+"""Loader: the micro-batches of one rank, from any step on, on the training device.
+
+Which samples a step needs follows from the global order alone, so there is no sampler and no state: to resume is to
+start at another step. Data that is small and in memory lives on the device; the rest comes through loader workers,
+pinned memory and copies that overlap with the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from gradus.data.order import sample_indices
+from gradus.data.source import Source
+from gradus.schema.errors import InputError
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+Finish = Callable[[Any, torch.dtype], Inputs]
+
+RESIDENT_BYTES = 2 * 1024**3  # larger datasets are not kept on the device
+
+
+class MicroBatch(NamedTuple):
+    inputs: Inputs
+    samples: int  # real ones; 0 means that the inputs are padding of weight zero
+    position: int  # of the first sample in the global stream
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Which positions of the global stream belong to a rank: contiguous slices of each step's batch."""
+
+    batch: int
+    micro_batch: int
+    accumulate: int
+    data_rank: int
+    total_samples: int  # the stream ends here; only the last batch may be short
+
+    def of_step(self, step: int) -> Iterator[tuple[int, int]]:
+        """(first position, real samples) of each micro-batch."""
+        first = step * self.batch + self.data_rank * self.micro_batch * self.accumulate
+        for index in range(self.accumulate):
+            start = first + index * self.micro_batch
+            yield start, max(0, min(self.micro_batch, self.total_samples - start))
+
+    def between(self, start_step: int, end_step: int) -> Iterator[tuple[int, int]]:
+        for step in range(start_step, end_step):
+            yield from self.of_step(step)
+
+
+class Indexed:
+    """A dataset of any kind, fetched by arrays of indices: built-in sources, and the user's own map-style datasets."""
+
+    def __init__(self, dataset: Any, field: str = "data.use") -> None:
+        try:
+            self.length = len(dataset)
+        except TypeError:
+            raise InputError(
+                f"{field}: {type(dataset).__name__} has no length, allowed: a dataset with __len__ and __getitem__",
+                field=field,
+            ) from None
+        if self.length == 0:
+            raise InputError(f"{field}: the dataset has length 0, allowed: at least one sample", field=field, found=0)
+        self.dataset = dataset
+        self.source = dataset if isinstance(dataset, Source) else None
+        self._collate = getattr(dataset, "collate", None) or default_collate
+
+    def fetch(self, indices: np.ndarray[Any, Any]) -> Any:
+        """A batch in raw form, as tensors in host memory."""
+        if self.source is not None:
+            return _tensors(self.source.fetch(indices))
+        items = [self.dataset[int(index)] for index in indices]
+        if not isinstance(items[0], (dict, tuple, list)):
+            raise InputError(
+                f"data.use: an item is {type(items[0]).__name__}, allowed: a dict or a tuple",
+                hint="return (input, target), or a dict whose keys are the model's arguments",
+                field="data.use",
+            )
+        batch = self._collate(items)
+        return tuple(batch) if isinstance(batch, list) else batch
+
+    def finish(self, batch: Any, dtype: torch.dtype) -> Inputs:
+        """What the model sees, from a raw batch on the device."""
+        if self.source is not None:
+            finished: Inputs = self.source.finish(batch, dtype)
+        elif dtype == torch.float64:
+            finished = _mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
+        else:
+            finished = batch
+        return finished
+
+
+class Loader:
+    """Streams of micro-batches for one rank."""
+
+    def __init__(
+        self,
+        dataset: Indexed,
+        slices: Slices,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        seed: int | None,
+        workers: int = 0,
+        on_device: bool = True,
+        channels_last: bool = False,
+    ) -> None:
+        """With a seed, epochs are shuffled by the global order; without, samples come as they lie (evaluation)."""
+        self.slices = slices
+        self._fetch = _Fetch(dataset, seed)
+        self._dataset = dataset
+        self._device = device
+        self._dtype = dtype
+        self._workers = workers
+        self._channels_last = channels_last
+        self._columns = _resident_columns(dataset, device) if on_device else None
+
+    def micro_batches(self, start_step: int, end_step: int) -> Iterator[MicroBatch]:
+        """All micro-batches of the steps from `start_step` up to, not including, `end_step`."""
+        requests = self.slices.between(start_step, end_step)
+        raw = self._gathered(requests) if self._columns is not None else self._loaded(requests)
+        wanted = self.slices.between(start_step, end_step)
+        for (position, samples), batch in zip(wanted, raw, strict=True):
+            inputs = self._dataset.finish(batch, self._dtype)
+            if self._channels_last:
+                inputs = _mapped(inputs, _to_channels_last)
+            yield MicroBatch(inputs, samples, position)
+
+    def _gathered(self, requests: Iterator[tuple[int, int]]) -> Iterator[Any]:
+        """From the columns on the device: only the indices travel."""
+        for start, count in requests:
+            indices = torch.from_numpy(self._fetch.indices(start, count))
+            if self._device.type == "cuda":
+                indices = indices.pin_memory().to(self._device, non_blocking=True)
+            yield _mapped(self._columns, partial(torch.index_select, dim=0, index=indices))
+
+    def _loaded(self, requests: Iterator[tuple[int, int]]) -> Iterator[Any]:
+        on_gpu = self._device.type == "cuda"
+        loader: DataLoader[Any] = DataLoader(
+            self._fetch,
+            batch_size=None,
+            sampler=requests,
+            num_workers=self._workers,
+            pin_memory=on_gpu,
+            prefetch_factor=4 if self._workers else None,
+        )
+        return _copied_ahead(iter(loader), self._device) if on_gpu else iter(loader)
+
+
+class _Fetch(Dataset[Any]):
+    """What loader workers run: a slice of the stream in, a raw batch out."""
+
+    def __init__(self, dataset: Indexed, seed: int | None) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def indices(self, start: int, count: int) -> np.ndarray[Any, Any]:
+        # A rank without a real sample still has to take part in the step: it computes on one sample of weight zero.
+        if self._seed is None:
+            return np.arange(start, start + max(1, count), dtype=np.int64) % self._dataset.length
+        return sample_indices(self._seed, self._dataset.length, start, max(1, count))
+
+    def __getitem__(self, request: tuple[int, int]) -> Any:
+        return self._dataset.fetch(self.indices(*request))
+
+
+def _resident_columns(dataset: Indexed, device: torch.device) -> Any:
+    """The whole dataset as tensors on the device, if it is small enough to live there."""
+    columns = dataset.source.columns if dataset.source is not None else None
+    if columns is None:
+        return None
+    arrays = list(columns.values()) if isinstance(columns, Mapping) else list(columns)
+    if sum(array.nbytes for array in arrays) > RESIDENT_BYTES:
+        return None
+    return _mapped(_tensors(columns), lambda tensor: tensor.to(device))
+
+
+def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Copy each batch to the device on a stream of its own, one batch ahead of the one in use."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copied(batch: Any) -> tuple[Any, torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            moved = _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+        return moved, done
+
+    ahead = None
+    for batch in batches:
+        following = copied(batch)
+        if ahead is not None:
+            yield _arrived(*ahead)
+        ahead = following
+    if ahead is not None:
+        yield _arrived(*ahead)
+
+
+def _arrived(batch: Any, done: torch.cuda.Event) -> Any:
+    current = torch.cuda.current_stream()
+    current.wait_event(done)
+
+    def used_here(tensor: torch.Tensor) -> torch.Tensor:
+        # The allocator must not give this memory to the copy stream again while the step still reads it.
+        tensor.record_stream(current)
+        return tensor
+
+    return _mapped(batch, used_here)
+
+
+def _tensors(batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in batch.items()}
+    return tuple(torch.from_numpy(np.ascontiguousarray(value)) for value in batch)
+
+
+def _mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The batch with every tensor in it changed."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: _mapped(value, change) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return tuple(_mapped(value, change) for value in batch)
+    return batch
+
+
+def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

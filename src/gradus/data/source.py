@@ -1,0 +1,77 @@
+"""What a data source offers, and how a `data:` block is checked and opened. No torch: the launcher checks too."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradus.data.order import Indices
+from gradus.data.split import Split
+from gradus.schema.errors import unknown_name
+
+if TYPE_CHECKING:
+    from gradus.data.sources.options import Options
+
+Batch = dict[str, NDArray[Any]] | tuple[NDArray[Any], ...]
+
+
+class Source(ABC):
+    """Samples by index, read in batches in a compact raw form and finished on the training device."""
+
+    sample_shape: tuple[int, ...]
+    tokens_per_sample: int | None = None
+    vocabulary: int | None = None
+    classes: int | None = None
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    @abstractmethod
+    def fetch(self, indices: Indices) -> Batch:
+        """These samples as one raw batch: integer arrays with leading dimension len(indices)."""
+
+    @abstractmethod
+    def finish(self, batch: Any, dtype: Any) -> Any:
+        """A raw batch, by then tensors on the training device, as the model sees it; real numbers get `dtype`."""
+
+    @property
+    def columns(self) -> Batch | None:
+        """All samples as one raw batch if they are in memory, to be kept on the device: batch = column[indices].
+
+        To be asked for once: it may be put together on the spot.
+        """
+        return None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Batch:
+        if not -self.length <= index < self.length:
+            raise IndexError(f"sample {index} of {self.length}")
+        batch = self.fetch(np.array([index % self.length]))
+        if isinstance(batch, dict):
+            return {name: column[0] for name, column in batch.items()}
+        return tuple(column[0] for column in batch)
+
+
+def check_source(use: str, options: Mapping[str, Any]) -> None:
+    """Refuse an unknown source, an unknown or mistyped option, or a path that does not exist. Loads nothing."""
+    _options(use, options)
+
+
+def open_source(use: str, options: Mapping[str, Any], split: Split, seed: int) -> Source:
+    """One split of a built-in source. The split does not depend on the seed."""
+    return _options(use, options).open(split, seed)
+
+
+def _options(use: str, options: Mapping[str, Any]) -> Options:
+    from gradus.data.sources import BUILT_IN  # late: the sources build on this module
+
+    if use not in BUILT_IN:
+        hint = "your own source is named file.py:function or package.module:function"
+        raise unknown_name("data source", use, BUILT_IN, field="data.use", hint=hint)
+    return BUILT_IN[use].parse(options)

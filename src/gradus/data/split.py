@@ -1,0 +1,69 @@
+"""Which samples are held out for validation: a pure function of (length, fraction), on any hardware, with any seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from gradus.data.order import Indices, permuted, stable_hash
+
+Split = Literal["train", "validation"]
+
+# Held-out text is taken from this many places, so that it is as varied as the rest, in pieces as long as possible.
+TEXT_BLOCKS = 16
+SCATTER_KEY = stable_hash("validation split")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a dataset: `length` of them, and `locate`, which turns their numbers into dataset indices."""
+
+    length: int
+    locate: Callable[[Indices], Indices]
+
+    def first(self, limit: int | None) -> Part:
+        return self if limit is None else Part(min(limit, self.length), self.locate)
+
+
+def held_out(length: int, fraction: float) -> int:
+    """How many samples validation gets: at least one if any are asked for, but never all."""
+    return 0 if fraction == 0 or length < 2 else min(max(round(length * fraction), 1), length - 1)
+
+
+def whole(length: int) -> Part:
+    """All samples: for data that is published as a training set and a test set."""
+    return Part(length, np.asarray)
+
+
+def scattered(length: int, fraction: float, split: Split) -> Part:
+    """Independent samples, in random order, so that the first few of a dataset sorted by class are not of one class."""
+    held = held_out(length, fraction)
+    if split == "train":
+        return Part(length - held, partial(_scatter, length, 0))
+    return Part(held, partial(_scatter, length, length - held))
+
+
+def _scatter(length: int, start: int, numbers: Indices) -> Indices:
+    return permuted(SCATTER_KEY, length, numbers + start)
+
+
+def blocks(length: int, fraction: float, split: Split) -> Part:
+    """Windows of a text: neighbours continue each other, so validation holds out long runs at even distances."""
+    held = held_out(length, fraction)
+    stripes = max(min(held, TEXT_BLOCKS), 1)
+    # Stripe k of the text is training windows train_at[k] to train_at[k + 1], then the held-out ones of the same k.
+    train_at, held_at = (
+        np.array([count * k // stripes for k in range(stripes + 1)], np.int64) for count in (length - held, held)
+    )
+    if split == "train":
+        return Part(length - held, partial(_skip, train_at, held_at))
+    return Part(held, partial(_skip, held_at[:-1], train_at[1:]))
+
+
+def _skip(starts: Indices, skipped: Indices, numbers: Indices) -> Indices:
+    """Numbers on one side of the split, plus the windows of the other side that lie before their stripe's."""
+    return numbers + skipped[np.searchsorted(starts, numbers, side="right") - 1]

@@ -1,0 +1,45 @@
+"""Stop requests: a file in the run's control folder, which rank 0 alone looks for, at most once a second."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from gradus.parallel.world import World
+
+
+class StopRequest:
+    """Whether the run was asked to stop, as far as this rank can know now."""
+
+    def __init__(self, stop_file: Path, world: World) -> None:
+        self._file = stop_file
+        self._world = world
+        self._next_look = 0.0
+        self.reason: str | None = None
+
+    def seen(self) -> bool:
+        """Cheap enough for every step and every evaluation batch. Ranks may learn of a request at different moments."""
+        if self.reason is None:
+            self.reason = self._look() if self._world.leads else self._told()
+        return self.reason is not None
+
+    def _look(self) -> str | None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return None
+        self._next_look = now + 1.0
+        try:  # opened rather than tested for existence: a network file system may remember that it was absent
+            reason = str(json.loads(self._file.read_text()).get("reason", "stop requested"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, AttributeError):  # a file that somebody made with `touch` is a request as well
+            reason = "stop file"
+        if self._world.store is not None:
+            self._world.store.set("stop-requested", reason)
+        return reason
+
+    def _told(self) -> str | None:
+        store = self._world.store
+        assert store is not None
+        return store.get("stop-requested").decode() if store.check(["stop-requested"]) else None

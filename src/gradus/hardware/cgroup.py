@@ -1,0 +1,57 @@
+"""What a batch system or container leaves of the machine: the limits of this process's control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROCESS_GROUPS = Path("/proc/self/cgroup")
+_MOUNT = Path("/sys/fs/cgroup")
+
+
+def cpu_quota(process_groups: Path = _PROCESS_GROUPS, mount: Path = _MOUNT) -> float | None:
+    """Cores' worth of time that may be used, or None without a limit. Fractions are possible."""
+    quotas = []
+    for folder in _folders("cpu", process_groups, mount):
+        v2 = _words(folder / "cpu.max")
+        v1 = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        for limit in (v2, v1):
+            if len(limit) == 2 and limit[0] not in ("max", "-1"):
+                quotas.append(int(limit[0]) / int(limit[1]))
+    return min(quotas, default=None)
+
+
+def memory_limit(process_groups: Path = _PROCESS_GROUPS, mount: Path = _MOUNT) -> int | None:
+    """Bytes that may be used, or None without a limit."""
+    limits = []
+    for folder in _folders("memory", process_groups, mount):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limits += [int(word) for word in _words(folder / name) if word != "max"]
+    return min(limits, default=None)
+
+
+def _folders(controller: str, process_groups: Path, mount: Path) -> Iterator[Path]:
+    """The group of this process and those around it: the tightest limit on the way up counts.
+
+    In a container the listed path may lie outside of what is mounted; then only its existing parents count.
+    """
+    try:
+        lines = process_groups.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # cgroup v2 has one tree and lists no controllers; v1 has a tree for each (set of) controllers.
+        tops = [mount / controllers, mount / controller] if controllers else [mount, mount / "unified"]
+        for top in tops:
+            inner = Path(path.lstrip("/"))
+            yield from (top / folder for folder in (inner, *inner.parents))
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,65 @@
+"""torchrun: the command that starts the ranks of one node, and what it says about ranks that died."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def torchrun_command(ranks: int, port: int, module: str, arguments: Sequence[str]) -> list[str]:
+    """One node, static rendezvous on loopback, no restarts: a restart is a new launch."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0"),
+        *("--master-addr=127.0.0.1", f"--master-port={port}"),
+        *("--module", module, *arguments),
+    ]
+
+
+def rank_environment(ranks: int, cores: int, deterministic: bool) -> dict[str, str]:
+    """The variables that ranks must have from their first moment on."""
+    variables = dict(os.environ)
+    variables["PYTHONUNBUFFERED"] = "1"
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    if deterministic:
+        variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+    return variables
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def death_in_log(text: str) -> dict[str, Any] | None:
+    """The first rank that died without a word (killed, out of host memory), from torchrun's own failure table."""
+    table = text.rpartition("Root Cause (first observed failure)")[2]
+    rank = re.search(r"rank\s*:\s*(\d+)", table)
+    code = re.search(r"exitcode\s*:\s*(-?\d+)", table)
+    host = re.search(r"host\s*:\s*(\S+)", table)
+    if not (rank and code):
+        return None
+    exit_code = int(code[1])
+    hint = None
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        how = f"was killed by {name}"
+        if name == "SIGKILL":
+            hint = (
+                "the kernel does that when host memory runs out (see dmesg): use fewer workers or a smaller batch"
+            )
+    else:
+        how = f"left with exit code {exit_code}"
+    return {
+        "kind": "rank-died",
+        "message": f"rank {rank[1]} {how}",
+        "hint": hint,
+        "rank": int(rank[1]),
+        "node": host[1] if host else None,
+    }

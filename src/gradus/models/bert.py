@@ -1,0 +1,103 @@
+"""A post-norm encoder that predicts masked tokens, as BERT and RoBERTa do."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradus.models.flops import FORWARD_AND_BACKWARD
+from gradus.models.initialise import init_transformer, materialise
+from gradus.models.layers import Attention, GeluMLP, LayerNorm, require_length
+from gradus.models.output import LossOutput, classification_loss
+from gradus.models.settings import BERTSettings
+
+
+class Embedding(nn.Module):
+    """Token, position and type (every token is of type 0), summed and normalised."""
+
+    def __init__(self, settings: BERTSettings) -> None:
+        super().__init__()
+        self.context = settings.context
+        self.position_offset = settings.position_offset
+        self.token = nn.Embedding(settings.vocabulary, settings.width)
+        self.position = nn.Embedding(settings.position_offset + settings.context, settings.width)
+        self.token_type = nn.Embedding(settings.type_vocabulary, settings.width)
+        self.norm = LayerNorm(settings.width, eps=1e-5)
+        self.dropout = nn.Dropout(settings.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        require_length(length, self.context)
+        positions = torch.arange(length, device=tokens.device) + self.position_offset
+        x = self.token(tokens) + self.position(positions) + self.token_type(torch.zeros_like(positions))
+        y: Tensor = self.dropout(self.norm(x))
+        return y
+
+
+class PostNormBlock(nn.Module):
+    """A transformer block that normalises the residual stream itself, after each branch."""
+
+    def __init__(self, settings: BERTSettings) -> None:
+        super().__init__()
+        self.attention = Attention(settings.width, settings.heads, dropout=settings.dropout)
+        self.attention_norm = LayerNorm(settings.width, eps=1e-5)
+        self.mlp = GeluMLP(settings.width, settings.inner_width)
+        self.mlp_norm = LayerNorm(settings.width, eps=1e-5)
+        self.dropout = nn.Dropout(settings.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x)))
+        y: Tensor = self.mlp_norm(x + self.dropout(self.mlp(x)))
+        return y
+
+
+class Head(nn.Module):
+    """RoBERTa's masked-token head; the decoder is the token embedding with a bias of its own."""
+
+    def __init__(self, settings: BERTSettings) -> None:
+        super().__init__()
+        self.dense = nn.Linear(settings.width, settings.width)
+        self.norm = LayerNorm(settings.width, eps=1e-5)
+        self.decoder = nn.Linear(settings.width, settings.vocabulary)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
+        logits: Tensor = self.decoder(self.norm(F.gelu(self.dense(x))))
+        return logits if targets is None else classification_loss(logits, targets, self.training)
+
+
+class BERT(nn.Module):
+    def __init__(self, settings: BERTSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        with torch.device("meta"):
+            self.embedding = Embedding(settings)
+            self.blocks = nn.ModuleList(PostNormBlock(settings) for _ in range(settings.layers))
+            self.head = Head(settings)
+            # Kept so that a published RoBERTa has all its weights. The loss does not use it, so it is frozen:
+            # data parallelism would wait for a gradient that never comes.
+            self.pooler = nn.Linear(settings.width, settings.width).requires_grad_(False) if settings.pooler else None
+        self.tie_weights()
+        materialise(self)
+
+    def tie_weights(self) -> None:
+        self.head.decoder.weight = self.embedding.token.weight
+
+    def init_weights(self) -> None:
+        self.tie_weights()  # to_empty gives each of two tied parameters its own memory
+        init_transformer(self)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor | LossOutput = self.head(x, targets)
+        return result
+
+    def flops_per_sample(self) -> float:
+        """Training FLOPs of `context` tokens, each of which sees all others. The head works on every token."""
+        s = self.settings
+        block = 4 * s.width**2 + 2 * s.width * s.inner_width
+        matmul_parameters = s.layers * block + s.width**2 + s.width * s.vocabulary
+        scores_and_mix = 4 * s.layers * s.context**2 * s.width
+        return float(FORWARD_AND_BACKWARD * (2 * s.context * matmul_parameters + scores_and_mix))

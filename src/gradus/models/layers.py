@@ -1,0 +1,156 @@
+"""The pieces that the transformers share: norms, rotary positions, attention, MLPs, the pre-norm block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradus.schema.errors import InputError
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm computed in float32 or wider, whatever the dtype of its input and of autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = widened(self.weight), None if self.bias is None else widened(self.bias)
+        return F.layer_norm(widened(x), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm computed in float32 or wider, whatever the dtype of its input and of autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else widened(self.weight)
+        return F.rms_norm(widened(x), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Rotary(nn.Module):
+    """Rotary positions: turns each pair of a head's numbers by an angle that grows with the position."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_width: int, context: int, base: float) -> None:
+        super().__init__()
+        self.base = base
+        # In bfloat16 neighbouring positions would share an angle.
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(context, head_width // 2, dtype=dtype), persistent=False)
+
+    def fill_tables(self) -> None:
+        context, pairs = self.cos.shape
+        exponents = torch.arange(pairs, device=self.cos.device, dtype=torch.float64) / pairs
+        positions = torch.arange(context, device=self.cos.device, dtype=torch.float64)
+        angles = torch.outer(positions, self.base**-exponents)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x_bhtd: Tensor) -> Tensor:
+        length = x_bhtd.shape[-2]
+        cos, sin = self.cos[:length], self.sin[:length]
+        a, b = x_bhtd.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_bhtd.dtype)
+
+
+class Attention(nn.Module):
+    """Multi-head attention; with fewer key-value heads than heads, each of them serves a group (GQA)."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.kv_heads = kv_heads or heads
+        self.head_width = width // heads
+        self.causal = causal
+        self.dropout = dropout
+        self.rotary = rotary
+        # One matrix multiplication for all three: heads queries, then kv_heads keys, then kv_heads values.
+        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        sizes = [heads * self.head_width for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self.qkv(x_btd).split(sizes, dim=-1)
+        )
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        mixed_bhtd = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        mixed_btd: Tensor = self.out(mixed_bhtd.transpose(1, 2).flatten(2))
+        return mixed_btd
+
+
+class GeluMLP(nn.Module):
+    def __init__(self, width: int, inner: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class SwigluMLP(nn.Module):
+    def __init__(self, width: int, inner: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=bias)
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class PreNormBlock(nn.Module):
+    """A transformer block that normalises what each branch reads, and leaves the residual stream as it is."""
+
+    def __init__(self, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = norm()
+        self.attention = attention
+        self.mlp_norm = norm()
+        self.mlp = mlp
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return y
+
+
+def require_length(length: int, context: int) -> None:
+    """Raise if a sequence is longer than the model has positions; on a GPU it would fail far from here, if at all."""
+    if length > context:
+        raise InputError(
+            f"model.context: found a sequence of {length} tokens. Allowed: at most {context}",
+            hint=f"set model.context to {length}, or make the data's sequences shorter",
+            field="model.context",
+            found=length,
+            allowed=context,
+        )

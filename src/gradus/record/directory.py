@@ -1,0 +1,173 @@
+"""The run directory: where everything about one run lies, and how a run is found again."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from gradus.schema.errors import InputError
+
+_FOLDERS = ("attempts", "events", "checkpoints", "control")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# A run directory holds the user's working diff and logs: for the user's eyes unless they say otherwise.
+_FOLDER_MODE = 0o700
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """`runs/<name>/<id>/`: one run with all its attempts."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str, run_id: str | None = None) -> RunDirectory:
+        """Make the folders of a new run. If that fails, nothing is left behind."""
+        for what, text in (("run name", name), ("run id", run_id)):
+            if text is not None and not _NAME.fullmatch(text):
+                raise InputError(
+                    f"{what} {text!r} cannot name a folder", hint="use letters, digits, '.', '_' and '-'", found=text
+                )
+        while True:
+            path = root.absolute() / name / (run_id or _new_id())
+            try:
+                _make_folders(path)
+            except FileExistsError:
+                if run_id is None:
+                    continue  # two runs of a job array in the same second drew the same id
+                raise InputError(
+                    f"run directory exists: {path}",
+                    hint="continue that run with --resume, or choose another id",
+                    found=run_id,
+                ) from None
+            except OSError as error:
+                raise InputError(f"cannot create run directory {path}: {error.strerror}", found=str(path)) from error
+            return cls(path)
+
+    @classmethod
+    def open(cls, path_or_id: str, root: Path) -> RunDirectory:
+        """The run that a path, an id, `name/id`, or a run name (its newest run) stands for."""
+        for candidate in (Path(path_or_id), root / path_or_id):
+            if _is_run(candidate):
+                return cls(candidate.absolute())
+        runs = find_runs(root)
+        of_name = [run for run in runs if run.name == path_or_id]
+        if of_name:
+            return of_name[0]
+        of_id = [run for run in runs if run.id == path_or_id]
+        if len(of_id) == 1:
+            return of_id[0]
+        if of_id:
+            allowed = [f"{run.name}/{run.id}" for run in of_id]
+            raise InputError(f"run id {path_or_id!r} is ambiguous: {', '.join(allowed)}", allowed=allowed)
+        names = {text for run in runs for text in (run.name, run.id, f"{run.name}/{run.id}")}
+        near = difflib.get_close_matches(path_or_id, sorted(names), n=3)
+        raise InputError(
+            f"{path_or_id!r} is not a run: no such run directory, and no such id or name in {root}",
+            hint=f"did you mean {' or '.join(near)}?" if near else f"{len(runs)} runs are in {root}",
+            found=path_or_id,
+            nearest=near or None,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def id(self) -> str:
+        return self.path.name
+
+    @property
+    def attempts(self) -> list[int]:
+        """The numbers of the attempts so far, ascending."""
+        return sorted(int(entry.name) for entry in (self.path / "attempts").iterdir() if entry.name.isdecimal())
+
+    def attempt_path(self, attempt: int) -> Path:
+        return self.path / "attempts" / str(attempt)
+
+    def new_attempt(self) -> int:
+        """Claim the next attempt number; two launchers never get the same one."""
+        attempt = max(self.attempts, default=0) + 1
+        while True:
+            try:
+                self.attempt_path(attempt).mkdir(mode=_FOLDER_MODE)
+                break
+            except FileExistsError:
+                attempt += 1
+        (self.attempt_path(attempt) / "logs").mkdir(mode=_FOLDER_MODE)
+        return attempt
+
+    def log_path(self, attempt: int, node: str) -> Path:
+        return self.attempt_path(attempt) / "logs" / f"{node}.log"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def status_path(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def stop_file(self) -> Path:
+        return self.control / "stop"
+
+    def outcome_path(self, attempt: int) -> Path:
+        return self.control / f"outcome-{attempt}.json"
+
+
+def find_runs(root: Path) -> list[RunDirectory]:
+    """All runs under `root`, the one started last first."""
+    runs = [RunDirectory(path.absolute()) for path in root.glob("*/*") if _is_run(path)]
+    return sorted(runs, key=_last_start, reverse=True)
+
+
+def _last_start(run: RunDirectory) -> tuple[int, str]:
+    # The folder changes when an attempt is added. The id breaks ties, since ids need not be made from the time.
+    return (run.path / "attempts").stat().st_mtime_ns, run.id
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "attempts").is_dir() and (path / "control").is_dir()
+
+
+def _make_folders(path: Path) -> None:
+    """The folders of a run and their missing parents, all or none. FileExistsError if the run itself exists."""
+    made: list[Path] = []
+    try:
+        for folder in (*reversed(path.parents), path, *(path / name for name in _FOLDERS)):
+            if folder != path and folder.is_dir():
+                continue
+            try:
+                folder.mkdir(mode=_FOLDER_MODE)
+                made.append(folder)
+            except FileExistsError:
+                # Another run may have made a common parent just now.
+                if folder == path:
+                    raise
+    except OSError:
+        for folder in reversed(made):
+            # A parent in which another run was made meanwhile stays.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _new_id() -> str:
+    return f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

@@ -1,0 +1,33 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def bytes_text(count: float) -> str:
+    """`23.4 GiB`: always GiB, so that two numbers can be compared at a glance."""
+    gib = count / 2**30
+    return f"{gib:,.0f} GiB" if gib >= 1000 else f"{gib:.3g} GiB"
+
+
+def rate_text(per_second: float, unit: str) -> str:
+    """`41.2 k tok/s`."""
+    for prefix in ("", "k ", "M "):
+        if per_second < 999.5:
+            return f"{per_second:.3g} {prefix}{unit}/s"
+        per_second /= 1000
+    return f"{per_second:,.3g} G {unit}/s"
+
+
+def duration_text(seconds: float) -> str:
+    """`0:23`, `1:02:03`, `2 d 03:04:05`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def number_text(value: float) -> str:
+    """A loss or an accuracy: four significant digits."""
+    return f"{value:.4g}"

@@ -1,0 +1,63 @@
+"""How far a live run is, kept up to date from its files alone, so that local and remote runs look the same."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any
+
+from gradus.record.directory import RunDirectory
+from gradus.record.format import duration_text, number_text, rate_text
+from gradus.record.metrics import MetricsTail, is_evaluation
+
+_STEPS_FOR_ETA = 20
+
+
+class Progress:
+    """The last training and evaluation records of a run, and the line that says what they mean."""
+
+    def __init__(self, run: RunDirectory, steps_total: int | None) -> None:
+        self.steps_total = steps_total
+        self._tail = MetricsTail(run)
+        self._training: dict[str, Any] = {}
+        self._evaluation: dict[str, Any] = {}
+        self._step_seconds: deque[float] = deque(maxlen=_STEPS_FOR_ETA)
+
+    @property
+    def step(self) -> int:
+        return int(self._training.get("step", 0))
+
+    def poll(self) -> bool:
+        """Read what is new; whether there was anything."""
+        records = self._tail.poll()
+        for record in records:
+            if is_evaluation(record):
+                self._evaluation = record
+            else:
+                self._training = record
+                if record.get("step_seconds"):
+                    self._step_seconds.append(record["step_seconds"])
+        return bool(records)
+
+    def line(self) -> str:
+        """`step 120/200  loss 2.314  41.2 k tok/s  ETA 0:23`."""
+        step, loss = self.step, self._training.get("loss")
+        parts = [f"step {step}" if self.steps_total is None else f"step {step}/{self.steps_total}"]
+        if loss is not None:
+            parts.append(f"loss {number_text(loss)}")
+        if self._evaluation.get("validation_loss") is not None:
+            parts.append(f"validation loss {number_text(self._evaluation['validation_loss'])}")
+        speed = speed_text(self._training.get("tokens_per_second"), self._training.get("samples_per_second"))
+        if speed:
+            parts.append(speed)
+        if self.steps_total is not None and step < self.steps_total and self._step_seconds:
+            left_seconds = (self.steps_total - step) * statistics.median(self._step_seconds)
+            parts.append(f"ETA {duration_text(left_seconds)}")
+        return "  ".join(parts)
+
+
+def speed_text(tokens_per_second: float | None, samples_per_second: float | None) -> str | None:
+    """Tokens where the model has them, samples where not."""
+    if tokens_per_second:
+        return rate_text(tokens_per_second, "tok")
+    return rate_text(samples_per_second, "samples") if samples_per_second else None

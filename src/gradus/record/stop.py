@@ -1,0 +1,16 @@
+"""Asking a run to stop: a file in its control folder, which rank 0 looks for."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime, timezone
+
+from gradus.record.directory import RunDirectory
+
+
+def request_stop(run: RunDirectory, reason: str) -> None:
+    """Ask the run to save and leave. It appears whole or not at all."""
+    temporary = run.stop_file.with_name(f"stop.{os.getpid()}")
+    temporary.write_text(json.dumps({"reason": reason, "time": datetime.now(timezone.utc).isoformat()}))
+    temporary.replace(run.stop_file)

@@ -1,0 +1,93 @@
+"""What came of a run, in a few lines."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from gradus.record.directory import RunDirectory
+from gradus.record.events import read_events
+from gradus.record.format import bytes_text, duration_text, number_text
+from gradus.record.metrics import read_metrics
+from gradus.record.progress import speed_text
+
+# Compilation, caches and allocator growth: not what the run's speed is.
+_WARM_UP_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of a run; None is what was not recorded."""
+
+    step: int
+    first_loss: float | None
+    last_loss: float | None
+    validation_loss: float | None
+    validation_accuracy: float | None
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    memory_peak_bytes: int | None
+    wall_seconds: float | None
+    """From the first event to the last, waits between attempts included."""
+
+
+def summarize(run: RunDirectory) -> Summary:
+    rows = read_metrics(run)
+    losses, memory = _column(rows, "loss"), _column(rows, "memory_peak_bytes")
+    return Summary(
+        step=rows[-1]["step"] if rows else 0,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        validation_loss=_last(rows, "validation_loss"),
+        validation_accuracy=_last(rows, "validation_accuracy"),
+        tokens_per_second=_usual(rows, "tokens_per_second"),
+        samples_per_second=_usual(rows, "samples_per_second"),
+        memory_peak_bytes=max(memory) if memory else None,
+        wall_seconds=_wall_seconds(run),
+    )
+
+
+def summary_text(run: RunDirectory, next_steps: Sequence[str] = ()) -> str:
+    """The summary as people read it, ending in what to try next."""
+    found = summarize(run)
+    speed = speed_text(found.tokens_per_second, found.samples_per_second)
+    lines: list[tuple[str, str]] = []
+    if found.first_loss is not None and found.last_loss is not None:
+        lines.append(("loss", f"{number_text(found.first_loss)} → {number_text(found.last_loss)}"))
+    if found.validation_loss is not None:
+        lines.append(("validation loss", number_text(found.validation_loss)))
+    if found.validation_accuracy is not None:
+        lines.append(("validation accuracy", f"{found.validation_accuracy:.1%}"))
+    if speed:
+        lines.append(("speed", f"{speed} (median)"))
+    if found.memory_peak_bytes:
+        lines.append(("peak memory", f"{bytes_text(found.memory_peak_bytes)} on rank 0"))
+    time_text = f" in {duration_text(found.wall_seconds)}" if found.wall_seconds is not None else ""
+    lines += [("steps", f"{found.step}{time_text}"), ("run", str(run.path))]
+    width = max(len(label) for label, _ in lines)
+    text = [f"{label:<{width}}  {value}" for label, value in lines]
+    if next_steps:
+        text += ["", "try next", *(f"  {line}" for line in next_steps)]
+    return "\n".join(text)
+
+
+def _column(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _last(rows: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = _column(rows, key)
+    return values[-1] if values else None
+
+
+def _usual(rows: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = _column(rows, key)
+    return statistics.median(values[_WARM_UP_ROWS:] or values) if values else None
+
+
+def _wall_seconds(run: RunDirectory) -> float | None:
+    times = [datetime.fromisoformat(event["time"]) for event in read_events(run) if "time" in event]
+    return (times[-1] - times[0]).total_seconds() if len(times) > 1 else None

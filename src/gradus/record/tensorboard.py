@@ -1,0 +1,101 @@
+"""TensorBoard event files made from a run's metrics. The metrics stay the truth; these can always be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradus.record.directory import RunDirectory
+from gradus.record.metrics import MetricsTail
+from gradus.record.problem import OnProblem, report_on_stderr
+from gradus.schema.errors import InputError
+
+# One fixed name, so that a second export replaces the first instead of doubling every point.
+_FILE_NAME = "events.out.tfevents.0.gradus"
+_NOT_SCALARS = {"step", "attempt", "evaluation"}
+
+
+def export_tensorboard(run: RunDirectory, target: Path | None = None) -> Path:
+    """Write all metrics so far; returns the folder to point TensorBoard at. Doing it twice changes nothing."""
+    exporter = TensorBoardExporter(run, target)
+    try:
+        exporter.write_new()
+    except OSError as error:
+        raise InputError(f"cannot write {exporter.target}: {error.strerror}") from error
+    finally:
+        exporter.close()
+    return exporter.target
+
+
+class TensorBoardExporter:
+    """Follows a live run. Each `poll` adds the new points; one that cannot be written ends the export, not the run."""
+
+    def __init__(self, run: RunDirectory, target: Path | None = None, on_problem: OnProblem = report_on_stderr) -> None:
+        try:
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError:
+            raise InputError(
+                "TensorBoard export needs the tensorboard package", hint='pip install "gradus[tensorboard]"'
+            ) from None
+        self.target = target or run.path / "tensorboard"
+        self._metrics_path = run.metrics_path
+        self._tail = MetricsTail(run)
+        self._on_problem = on_problem
+        self._attempt: int | None = None
+        try:
+            self.target.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = (self.target / _FILE_NAME).open("wb")
+        except OSError as error:
+            raise InputError(f"cannot write {self.target}: {error.strerror}") from error
+        self._writer = RecordWriter(self._file)
+        self._add(0.0, file_version="brain.Event:2")
+
+    def poll(self) -> None:
+        if self._file.closed:
+            return
+        try:
+            self.write_new()
+        except OSError as error:
+            self._on_problem(f"{self.target}: TensorBoard export ends here ({error.strerror}); the metrics go on")
+            self.close()
+
+    def write_new(self) -> None:
+        """As `poll`, but a file that cannot be written is the caller's problem."""
+        for record in self._tail.poll():
+            if "step" in record:
+                self._add_record(record)
+        self._file.flush()
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            self._on_problem(f"{self.target}: {error.strerror}")
+
+    def _add_record(self, record: Mapping[str, Any]) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        step, attempt = record["step"], record.get("attempt", 0)
+        # The lines carry no time of their own; when the file grew is as near as it gets, and the same in every export.
+        wall_time = self._metrics_path.stat().st_mtime
+        if self._attempt is not None and attempt > self._attempt:
+            # TensorBoard then forgets the points of the earlier attempt from this step on.
+            self._add(wall_time, step=step, session_log=SessionLog(status=SessionLog.START))
+        self._attempt = attempt
+        values = [
+            Summary.Value(tag=_tag(key), simple_value=value)
+            for key, value in record.items()
+            if key not in _NOT_SCALARS and isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
+        self._add(wall_time, step=step, summary=Summary(value=values))
+
+    def _add(self, wall_time: float, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.write(Event(wall_time=wall_time, **content).SerializeToString())
+
+
+def _tag(key: str) -> str:
+    return f"validation/{key.removeprefix('validation_')}" if key.startswith("validation_") else f"train/{key}"

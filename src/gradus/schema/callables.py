@@ -1,0 +1,117 @@
+"""`file.py:name` and `package.module:name`: finding what a recipe names, without running it until it is wanted."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradus.schema.errors import InputError, nearest
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is `file.py:name` or `package.module:name` rather than a built-in."""
+    return ":" in name
+
+
+def absolute(name: str, folder: Path) -> str:
+    """The import path with its file made absolute: as seen from `folder`, or else from the current directory."""
+    file, _, attribute = name.rpartition(":")
+    if not file.endswith(".py") or Path(file).is_absolute():
+        return name
+    beside = folder / file
+    return f"{(beside if beside.exists() else Path(file)).absolute()}:{attribute}"
+
+
+def check_import_path(name: str, field: str) -> None:
+    """Refuse a file that does not exist or does not define the name. Files are parsed, not run."""
+    file, _, attribute = name.rpartition(":")
+    if not file or not attribute:
+        raise InputError(
+            f"{field}: found {name!r}, allowed: file.py:name or package.module:name", field=field, found=name
+        )
+    if not file.endswith(".py"):
+        return
+    path = Path(file)
+    if not path.is_file():
+        raise InputError(f"{field}: {file}: no such file", field=field, file=file, found=name)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except SyntaxError as error:
+        raise InputError(
+            f"{field}: {file}, line {error.lineno}: not valid Python: {error.msg}", field=field, file=file
+        ) from None
+    names = _bound_names(tree)
+    if attribute not in names and "*" not in names:
+        close = nearest(attribute, names)
+        raise InputError(
+            f"{field}: {file} has no {attribute!r}" + (f"; did you mean {close!r}?" if close else ""),
+            field=field,
+            file=file,
+            found=attribute,
+            allowed=sorted(names),
+            nearest=close,
+        )
+
+
+def import_callable(name: str, field: str) -> Callable[..., Any]:
+    """What an import path names, imported."""
+    check_import_path(name, field)
+    module_name, _, attribute = name.rpartition(":")
+    if module_name.endswith(".py"):
+        module = _module_from_file(Path(module_name))
+    else:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (module_name + ".").startswith(error.name + "."):
+                raise  # the module exists, but something that it imports does not: that is the error to show
+            raise InputError(
+                f"{field}: no module named {error.name!r}",
+                hint="is it installed here, or is its folder on PYTHONPATH?",
+                field=field,
+                found=name,
+            ) from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        what = "is not callable" if hasattr(module, attribute) else "does not exist"
+        raise InputError(f"{field}: {attribute!r} in {module_name} {what}", field=field, found=name)
+    return found  # type: ignore[no-any-return]
+
+
+def _module_from_file(path: Path) -> Any:
+    # Registered under a name of its own, so that dataclasses and loader workers can look the module up again.
+    name = f"gradus_user_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.resolve().parent) not in sys.path:  # a script may import its neighbours
+        sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Every name the file binds anywhere: an `if` or `try` around a definition must not hide it."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update((alias.asname or alias.name) for alias in node.names)
+    return names

@@ -1,0 +1,118 @@
+"""Building: the recipe's model and data, and errors of the user's own code told as such."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradus.data.loader import Indexed
+from gradus.data.source import open_source
+from gradus.data.split import Part, Split, scattered
+from gradus.models import catalogue
+from gradus.planner.resolve import data_options
+from gradus.schema.callables import import_callable, is_import_path
+from gradus.schema.errors import GradusError, InputError
+from gradus.schema.recipe import Recipe
+from gradus.training.randomness import seed_for_construction
+
+
+def build_model(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model on its device, with the same initial weights on every rank."""
+    seed_for_construction(recipe.seed)
+    use, options = recipe.model.use, recipe.model.options
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        if not is_import_path(use):
+            with torch.device(device):
+                return catalogue.build(use, options)
+        model = _called("model.use", use, options)
+    finally:
+        torch.set_default_dtype(before)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"model.use: {use} returned {type(model).__name__}, allowed: a torch.nn.Module", field="model.use"
+        )
+    return model.to(device=device, dtype=dtype if dtype == torch.float64 else None)
+
+
+def open_data(recipe: Recipe, split: Split) -> Indexed | None:
+    """The training or the validation samples; None where there is nothing held out."""
+    use = recipe.data.use
+    if not is_import_path(use):
+        if split == "validation" and recipe.data.options.get("validation") == 0:
+            return None
+        return Indexed(open_source(use, data_options(recipe), split, recipe.seed))
+    dataset, part = _user_data(recipe, split)
+    if part is not None:
+        dataset = _Subset(dataset, part)
+    return Indexed(dataset) if dataset is not None and (split == "train" or len(dataset)) else None
+
+
+def _user_data(recipe: Recipe, split: Split) -> tuple[Any, Part | None]:
+    """What the recipe's callable returns for a split.
+
+    It may take `split` itself, or return a pair (training, validation), or one dataset, of which a part is held out.
+    """
+    use, options = recipe.data.use, dict(recipe.data.options)
+    fraction = float(options.pop("validation", 0.1))
+    limit = recipe.data.limit if split == "train" else None
+    if "split" in inspect.signature(import_callable(use, "data.use")).parameters:
+        dataset = _called("data.use", use, {**options, "split": split})
+    else:
+        dataset = _called("data.use", use, options)
+        if isinstance(dataset, tuple) and len(dataset) == 2:
+            dataset = dataset[0 if split == "train" else 1]
+        else:
+            length = Indexed(dataset).length
+            return dataset, scattered(length, fraction, split).first(limit)
+    if dataset is None or limit is None:
+        return dataset, None
+    return dataset, Part(Indexed(dataset).length, np.asarray).first(limit)
+
+
+class _Subset:
+    """Some samples of a map-style dataset."""
+
+    def __init__(self, dataset: Any, part: Part) -> None:
+        self._dataset = dataset
+        self._part = part
+        self.collate = getattr(dataset, "collate", None)
+
+    def __len__(self) -> int:
+        return self._part.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[int(self._part.locate(np.array([index], dtype=np.int64))[0])]
+
+
+def _called(field: str, use: str, options: dict[str, Any]) -> Any:
+    with user_code(field, use):
+        function: Callable[..., Any] = import_callable(use, field)
+        return function(**options)
+
+
+@contextmanager
+def user_code(field: str, use: str) -> Iterator[None]:
+    """An exception in the user's own function is bad input: it names the function and shows where it went wrong."""
+    try:
+        yield
+    except GradusError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "/gradus/" not in frame.filename] or list(frames)
+        raise InputError(
+            f"{field}: {use} raised {type(error).__name__}: {error}",
+            hint=f"the error is in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}",
+            field=field,
+            found=use,
+            traceback="".join(traceback.format_exception(error)),
+        ) from error

@@ -1,0 +1,235 @@
+"""LiveRun: everything that one rank holds while a run is alive, built from the recipe and the plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradus.checkpoint.state import collect, restore
+from gradus.checkpoint.store import CheckpointStore
+from gradus.data.loader import Indexed, Loader, Slices
+from gradus.faults.announcements import Announcements
+from gradus.faults.stop_request import StopRequest
+from gradus.hardware.catalogue import find_gpu, peak_flops
+from gradus.parallel.batch_norm import has_batch_norm
+from gradus.parallel.replicate import replicated, unwrapped
+from gradus.parallel.world import World
+from gradus.planner.resolve import check_model_fits_data
+from gradus.record.directory import RunDirectory
+from gradus.schema.errors import InputError
+from gradus.schema.intervals import seconds_of
+from gradus.schema.plan import Plan
+from gradus.schema.recipe import Recipe
+from gradus.training.building import build_model, open_data
+from gradus.training.compilation import compile_model
+from gradus.training.evaluation import Progress
+from gradus.training.objective import Objective
+from gradus.training.optimizers import build_optimizer
+from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
+from gradus.training.recorder import Rates, Recorder
+from gradus.training.schedules import Schedule, learning_rate, scaled_peak
+from gradus.training.step import TrainingStep
+
+
+@dataclass
+class TrainingState:
+    """What a checkpoint holds besides tensors. The data position is `step` itself: the order needs no state."""
+
+    step: int = 0
+    skipped_steps: list[int] = field(default_factory=list)  # fp16 overflows; the schedule does not count them
+    evaluation: Progress = field(default_factory=Progress)
+
+    def schedule_position(self) -> int:
+        """Optimizer steps done, as far as is known when the next step starts: an overflow shows one step late."""
+        return self.step - sum(skipped <= self.step - 2 for skipped in self.skipped_steps)
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> TrainingState:
+        return cls(**{**document, "evaluation": Progress(**document["evaluation"])})
+
+
+@dataclass
+class Evaluator:
+    loader: Loader
+    batches: int
+
+
+class LiveRun:
+    def __init__(self, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> None:
+        self.recipe, self.plan, self.run, self.attempt, self.world = recipe, plan, run, attempt, world
+        self.numbers: Numbers = numbers_for(plan.precision, world.device)
+        apply_backend_settings(self.numbers, recipe.deterministic)
+
+        train_data = _required(open_data(recipe, "train"))
+        source = train_data.source
+        self.tokens_per_sample = source.tokens_per_sample if source else None
+        check_model_fits_data(recipe, source.vocabulary if source else None, source.classes if source else None)
+        self.total_samples, self.total_steps = self._budget(train_data.length)
+        self.dataset_length = train_data.length
+
+        model = build_model(recipe, world.device, self.numbers.parameters)
+        if has_batch_norm(model) and plan.accumulate > 1:
+            raise InputError(
+                f"plan.accumulate: found {plan.accumulate}, but the model has batch normalisation, whose statistics "
+                "are those of the whole batch",
+                hint=f"use plan.micro_batch={plan.micro_batch * plan.accumulate}, more ranks, or a smaller batch",
+                field="plan.accumulate",
+                found=plan.accumulate,
+                allowed=1,
+            )
+        if plan.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.flops_per_sample = _flops_per_sample(model)
+        self.objective = Objective(recipe, model)
+        if plan.compile:
+            compile_model(model)
+        wrapped = replicated(model, world, plan.bucket_mib)
+        self.model: nn.Module = unwrapped(wrapped)
+        self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        self.schedule: Schedule = learning_rate(recipe.optimizer, recipe.batch, self.total_steps)
+        self.step = TrainingStep(
+            wrapped,
+            self.optimizer,
+            self.objective,
+            self.numbers,
+            world,
+            accumulate=plan.accumulate,
+            clip=recipe.optimizer.clip,
+            seed=recipe.seed,
+        )
+        self.loader = self._loader(train_data, recipe.batch, self.total_samples, plan.accumulate, seed=recipe.seed)
+        self.evaluator = self._evaluator(open_data(recipe, "validation"))
+
+        self.state = TrainingState()
+        self.store = CheckpointStore(run.checkpoints)
+        self.stop = StopRequest(run.stop_file, world)
+        self.announcements = Announcements(world)
+        self.saves_by_clock = isinstance(plan.checkpoint_every, str)
+        self.checkpoint_seconds = seconds_of(plan.checkpoint_every) if isinstance(plan.checkpoint_every, str) else 0.0
+        self.recorder = Recorder(run, attempt, world, self._rates(), recipe.log_every)
+        self._resume()
+        self.recorder.status(step=self.state.step, steps_total=self.total_steps)
+        self.recorder.event("start", step=self.state.step, steps_total=self.total_steps, ranks=world.size)
+        _, scaling = scaled_peak(recipe.optimizer, recipe.batch)
+        if scaling:
+            self.recorder.event("learning-rate", message=scaling)
+
+    def samples_of(self, step: int) -> range:
+        """Positions in the stream of the samples of step number `step` (from 0)."""
+        batch = self.recipe.batch
+        return range(step * batch, min((step + 1) * batch, self.total_samples))
+
+    def save(self) -> None:
+        """A checkpoint of the present step. Rank 0 writes; with replicas it holds everything."""
+        if self.world.leads:
+            tensors, optimizer_numbers = collect(self.model, self.optimizer)
+            if self.step.loss_scale is not None:
+                tensors |= {f"loss_scale.{name}": value for name, value in self.step.loss_scale.state().items()}
+            state = {
+                "training": self.state.document(),
+                "optimizer": optimizer_numbers,
+                "samples": min(self.state.step * self.recipe.batch, self.total_samples),
+            }
+            saved = self.store.save(self.state.step, tensors, state)
+            best = self.state.evaluation.best_step if self.recipe.checkpoint.best else None
+            self.store.prune(self.recipe.checkpoint.keep, also_keep=best)
+            self.recorder.event("checkpoint", step=self.state.step, path=str(saved.path.relative_to(self.run.path)))
+        self.recorder.restart_clock()
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint that can be trusted, if there is one. Rank 0 decides which."""
+        step = torch.full((), -1, dtype=torch.int64, device=self.world.device)
+        if self.world.leads:
+            newest, damaged = self.store.newest()
+            for problem in damaged:
+                self.recorder.event("fault", kind="damaged-checkpoint", message=problem.message)
+            step.fill_(newest.step if newest else -1)
+        if self.world.size > 1:
+            dist.broadcast(step, src=0)
+        if step.item() < 0:
+            return
+        checkpoint = self.store.open(int(step.item()))
+        tensors = checkpoint.tensors()
+        restore(self.model, self.optimizer, tensors, checkpoint.state["optimizer"])
+        if self.step.loss_scale is not None:
+            for name, value in self.step.loss_scale.state().items():
+                value.copy_(tensors[f"loss_scale.{name}"])
+        self.state = TrainingState.from_document(checkpoint.state["training"])
+        self.recorder.event("resume", step=self.state.step)
+
+    def _budget(self, length: int) -> tuple[int, int]:
+        """Samples and steps of the whole run."""
+        recipe = self.recipe
+        if recipe.steps is not None:
+            return recipe.steps * recipe.batch, recipe.steps
+        if recipe.epochs is not None:
+            samples = max(1, round(recipe.epochs * length))
+            return samples, math.ceil(samples / recipe.batch)
+        assert recipe.tokens is not None, "the recipe was checked"
+        if not self.tokens_per_sample:
+            raise InputError(
+                f"tokens: {recipe.data.use} has no tokens to count",
+                hint="give the budget in steps or epochs",
+                field="tokens",
+            )
+        steps = math.ceil(recipe.tokens / (recipe.batch * self.tokens_per_sample))
+        return steps * recipe.batch, steps
+
+    def _loader(self, data: Indexed, batch: int, total: int, accumulate: int, seed: int | None) -> Loader:
+        slices = Slices(
+            batch=batch,
+            micro_batch=self.plan.micro_batch,
+            accumulate=accumulate,
+            data_rank=self.world.rank,
+            total_samples=total,
+        )
+        return Loader(
+            data,
+            slices,
+            self.world.device,
+            self.numbers.parameters,
+            seed=seed,
+            workers=self.plan.workers,
+            on_device=self.plan.data_on_device,
+            channels_last=self.plan.channels_last,
+        )
+
+    def _evaluator(self, data: Indexed | None) -> Evaluator | None:
+        if data is None:
+            return None
+        batch = self.plan.micro_batch * self.plan.mesh.data_ranks
+        batches = math.ceil(data.length / batch)
+        if self.recipe.evaluate.batches is not None:
+            batches = min(batches, self.recipe.evaluate.batches)
+        return Evaluator(self._loader(data, batch, min(data.length, batches * batch), 1, seed=None), batches)
+
+    def _rates(self) -> Rates:
+        device, peak = self.world.device, None
+        if device.type == "cuda":
+            gpu = find_gpu(torch.cuda.get_device_name(device))
+            peak = peak_flops(gpu, self.plan.precision) if gpu else None
+        return Rates(
+            batch=self.recipe.batch,
+            tokens_per_sample=self.tokens_per_sample,
+            flops_per_sample=self.flops_per_sample,
+            peak_flops=peak * self.world.size if peak else None,
+        )
+
+
+def _required(data: Indexed | None) -> Indexed:
+    if data is None:
+        raise InputError("data.use: there are no training samples", field="data.use", found=0, allowed="at least 1")
+    return data
+
+
+def _flops_per_sample(model: nn.Module) -> float | None:
+    count = getattr(model, "flops_per_sample", None)
+    return float(count()) if callable(count) else None

@@ -1,0 +1,58 @@
+"""Optimizers by name: torch's own where it has them (fused), LAMB and LARS for large batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradus.schema.callables import import_callable, is_import_path
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import OptimizerBlock
+from gradus.training.layerwise import Lamb, Lars
+
+
+def build_optimizer(model: nn.Module, block: OptimizerBlock) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the parameters that are trained. The learning rate is set at every step."""
+    groups = parameter_groups(model, block)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in block.options.items()}
+    try:
+        return _built(groups, block, options)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"optimizer: {block.use} refused its settings: {error}", field="optimizer") from error
+
+
+def parameter_groups(model: nn.Module, block: OptimizerBlock) -> list[dict[str, Any]]:
+    """Weights with weight decay; norms, biases and other vectors without, unless the recipe says otherwise."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise InputError("model: it has no parameters that require gradients", field="model")
+    if block.decay_norms_and_biases:
+        return [{"params": trained, "weight_decay": block.weight_decay}]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": block.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _built(groups: list[dict[str, Any]], block: OptimizerBlock, options: dict[str, Any]) -> torch.optim.Optimizer:
+    if is_import_path(block.use):
+        built = import_callable(block.use, "optimizer.use")(groups, lr=block.lr, **options)
+        if not isinstance(built, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer.use: {block.use} returned {type(built).__name__}, allowed: a torch.optim.Optimizer",
+                field="optimizer.use",
+            )
+        return built
+    if block.use == "adamw":
+        return torch.optim.AdamW(groups, lr=block.lr, fused=True, **options)
+    if block.use == "sgd":
+        return torch.optim.SGD(groups, lr=block.lr, fused=True, **options)
+    if block.use == "adadelta":
+        return torch.optim.Adadelta(groups, lr=block.lr, **options)
+    if block.use == "lamb":
+        return Lamb(groups, lr=block.lr, **options)
+    assert block.use == "lars", block.use
+    return Lars(groups, lr=block.lr, **options)

@@ -1,0 +1,128 @@
+"""Recorder: what rank 0 writes down while a run is alive; on other ranks it does nothing."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradus.parallel.world import World
+from gradus.record.append_log import AppendLog
+from gradus.record.directory import RunDirectory
+from gradus.record.events import EventWriter
+from gradus.record.status import Heartbeat, Status
+from gradus.training.readback import StepNumbers
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns seconds into throughput."""
+
+    batch: int
+    tokens_per_sample: int | None
+    flops_per_sample: float | None
+    peak_flops: float | None  # of all ranks together, in the precision of the run
+
+    def per_second(self, seconds: float, samples: int) -> dict[str, float | None]:
+        rate = samples / seconds if seconds > 0 else None
+        tokens = rate * self.tokens_per_sample if rate is not None and self.tokens_per_sample else None
+        known = rate is not None and self.flops_per_sample is not None and self.peak_flops is not None
+        mfu = rate * self.flops_per_sample / self.peak_flops if known else None  # type: ignore[operator]
+        return {"samples_per_second": rate, "tokens_per_second": tokens, "mfu": mfu}
+
+
+class Recorder:
+    def __init__(self, run: RunDirectory, attempt: int, world: World, rates: Rates, log_every: int) -> None:
+        self._attempt = attempt
+        self._world = world
+        self._rates = rates
+        self._log_every = log_every
+        self._steps = self._samples = 0
+        self._data_seconds = 0.0
+        self._last_done = time.monotonic()
+        self.problems: list[str] = []
+        self._files: tuple[AppendLog, EventWriter, Heartbeat] | None = None
+        if world.leads:
+            events = EventWriter(run, f"rank-0-attempt-{attempt}", self._report)
+            heartbeat = Heartbeat(run, Status(state="running", attempt=attempt), self._report)
+            self._files = (AppendLog(run.metrics_path, self._problem), events, heartbeat)
+
+    def logs(self, step: int) -> bool:
+        """Whether the step with this number (from 1) is one whose numbers are written down."""
+        return step % self._log_every == 0 or step == 1
+
+    def event(self, event: str, **fields: Any) -> None:
+        if self._files:
+            self._files[1].write(event, attempt=self._attempt, **fields)
+
+    def status(self, **changes: Any) -> None:
+        if self._files:
+            self._files[2].update(**changes)
+
+    def restart_clock(self) -> None:
+        """After work that is no part of a step (evaluation, saving), so that it does not count as step time."""
+        self._last_done = time.monotonic()
+
+    def step(
+        self, step: int, consumed: int, samples: int, lr: float, data_seconds: float, numbers: StepNumbers
+    ) -> None:
+        """The numbers of a step have arrived (one step late); `consumed` samples in all, `samples` of them in it."""
+        self._steps += 1
+        self._samples += samples
+        self._data_seconds += data_seconds
+        if not self._files or not self.logs(step):
+            return
+        seconds = numbers.done_at - self._last_done
+        tokens = self._rates.tokens_per_sample
+        record = {
+            "step": step,
+            "attempt": self._attempt,
+            "samples": consumed,
+            "tokens": consumed * tokens if tokens else None,
+            "loss": numbers.loss,
+            "lr": lr,
+            "grad_norm": numbers.grad_norm,
+            "step_seconds": seconds / self._steps,
+            "data_seconds": self._data_seconds / self._steps,
+            **self._rates.per_second(seconds, self._samples),
+            "memory_peak_bytes": peak_memory_bytes(self._world.device),
+        }
+        if numbers.scale_after is not None:
+            record["loss_scale"] = numbers.scale_after
+        self._files[0].write(record)
+        self._files[2].update(step=step)
+        self._steps, self._samples, self._data_seconds, self._last_done = 0, 0, 0.0, numbers.done_at
+
+    def evaluation(self, step: int, results: dict[str, float], seconds: float) -> None:
+        if self._files:
+            named = {f"validation_{name}": value for name, value in results.items()}
+            self._files[0].write({"step": step, "attempt": self._attempt, **named, "evaluation_seconds": seconds})
+
+    def close(self, **final_status: Any) -> list[str]:
+        """Write what is still waiting, and the last status. Returns what could not be written."""
+        if not self._files:
+            return []
+        metrics, events, heartbeat = self._files
+        lost = [*metrics.close(), *events.close()]
+        problem = heartbeat.close(**final_status)
+        self._files = None
+        return lost + ([problem] if problem else [])
+
+    def _problem(self, message: str) -> None:
+        """A file that cannot be written: training goes on, and everybody is told."""
+        self._report(message)
+        self.event("fault", kind="write-error", message=message)
+
+    def _report(self, message: str) -> None:
+        print(f"gradus: {message}", flush=True)
+        self.problems.append(message)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has used so far: tensors on a GPU, or resident memory of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

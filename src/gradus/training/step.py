@@ -1,0 +1,122 @@
+"""One optimizer step: micro-batches in, gradients normalised over the global batch, clipped, applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from gradus.data.loader import MicroBatch
+from gradus.parallel.batch_norm import muted_batch_norm
+from gradus.parallel.replicate import reducing_gradients
+from gradus.parallel.world import World
+from gradus.training.loss_scaling import LossScale, step_unless
+from gradus.training.objective import Losses, Objective
+from gradus.training.precision import Numbers
+from gradus.training.randomness import seed_for_micro_batch
+from gradus.training.readback import PendingNumbers, start_readback
+
+
+class TrainingStep:
+    """Everything that a step needs and that stays the same from step to step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objective: Objective,
+        numbers: Numbers,
+        world: World,
+        *,
+        accumulate: int,
+        clip: float | None,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_scale = LossScale(world.device) if numbers.scales_loss else None
+        self._objective = objective
+        self._numbers = numbers
+        self._world = world
+        self._accumulate = accumulate
+        self._clip = clip
+        self._seed = seed
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def run(self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure_norm: bool) -> PendingNumbers:
+        """Step number `step` (from 0). No line in here makes the host wait for the device."""
+        loss_sum, count, correction = self._gradients(micro_batches, step)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if correction is not None:
+            torch._foreach_mul_(gradients, correction)
+        grad_norm, overflow, scales = None, None, None
+        if self.loss_scale is not None:
+            self.loss_scale.unscale_(gradients)
+        if self._clip is not None or self.loss_scale is not None or measure_norm:
+            grad_norm = get_total_norm(gradients)
+        if self._clip is not None and grad_norm is not None:
+            clip_grads_with_norm_(self._parameters, self._clip, grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if self.loss_scale is not None and grad_norm is not None:
+            overflow = (~torch.isfinite(grad_norm)).float()
+            before = self.loss_scale.scale.clone()
+            step_unless(self.optimizer, overflow)
+            self.loss_scale.update(overflow)
+            scales = (before, self.loss_scale.scale)
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return start_readback(loss_sum, count, grad_norm, overflow, scales)
+
+    def warm_up(self, micro_batches: Iterator[MicroBatch]) -> None:
+        """A step whose result is thrown away.
+
+        DDP orders its buckets by the first backward and regroups them at the second forward. A resumed run would
+        therefore reduce its first step in another order than one that was never stopped; after this, both are past it.
+        """
+        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        self._gradients(micro_batches, step=0)
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(buffers[name])
+
+    def _gradients(self, micro_batches: Iterator[MicroBatch], step: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Accumulate gradients; return the global loss sum and count, and what gradients must still be multiplied with.
+
+        The mean is over all valid tokens or samples of the step, on all ranks. Their number is known only after the
+        last forward pass, so gradients are first divided by what the first micro-batch suggests, which keeps them in
+        the range of fp16, and then corrected. Without accumulation the suggestion is already exact.
+        """
+        world, totals, suggested = self._world, None, None
+        for index in range(self._accumulate):
+            micro = next(micro_batches)
+            with reducing_gradients(self.model, reduce=index == self._accumulate - 1):
+                losses = self._forward(micro, step)
+                sums = torch.stack([losses.loss_sum.detach().double(), losses.count.double()])
+                totals = sums if totals is None else totals + sums
+                if suggested is None:
+                    # With one micro-batch this sum is the final one, and no other collective is needed.
+                    first = world.sum_(totals.clone())
+                    suggested = (first[1] * self._accumulate).clamp(min=1)
+                # DDP averages over ranks; the loss is to be a sum over them.
+                scaled = losses.loss_sum * (world.size / suggested).to(losses.loss_sum.dtype)
+                if self.loss_scale is not None:
+                    scaled = scaled * self.loss_scale.scale
+                scaled.backward()  # type: ignore[no-untyped-call]
+        assert totals is not None
+        assert suggested is not None
+        if self._accumulate == 1:
+            return first[0], first[1], None
+        totals = world.sum_(totals)
+        correction = (suggested / totals[1].clamp(min=1)).to(losses.loss_sum.dtype)
+        return totals[0], totals[1], correction
+
+    def _forward(self, micro: MicroBatch, step: int) -> Losses:
+        seed_for_micro_batch(self._seed, step, micro.position)
+        padding = micro.samples == 0
+        with muted_batch_norm(self.model, padding), self._numbers.computing(self._world.device):
+            return self._objective(self.model, micro.inputs, micro.samples)

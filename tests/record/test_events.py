@@ -1,0 +1,24 @@
+import re
+
+from gradus.record.events import EventWriter, read_events
+
+
+def test_events_of_all_writers_are_merged_on_time(run):
+    launcher, rank = EventWriter(run, "launcher"), EventWriter(run, "rank-0")
+    launcher.write("start", attempt=1)
+    rank.write("checkpoint", step=10)
+    launcher.write("finish")
+    assert launcher.close() == rank.close() == []
+    events = read_events(run)
+    assert sorted(event["event"] for event in events) == ["checkpoint", "finish", "start"]
+    assert events == sorted(events, key=lambda event: event["time"])
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", event["time"]) for event in events)
+
+
+def test_later_times_come_later_whoever_wrote_them(run):
+    (run.events / "a.jsonl").write_text('{"time": "2026-01-01T00:00:02.000+00:00", "event": "second"}\n')
+    (run.events / "b.jsonl").write_text(
+        '{"time": "2026-01-01T00:00:01.000+00:00", "event": "first"}\n'
+        '{"time": "2026-01-01T00:00:03.000+00:00", "event": "third"}\n'
+    )
+    assert [event["event"] for event in read_events(run)] == ["first", "second", "third"]

@@ -1,0 +1,27 @@
+import pytest
+
+from gradus.record.format import bytes_text, duration_text, number_text, rate_text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (bytes_text(25 * 2**30), "25 GiB"),
+        (bytes_text(1.25 * 2**30), "1.25 GiB"),
+        (bytes_text(2**20), "0.000977 GiB"),
+        (bytes_text(2048 * 2**30), "2,048 GiB"),
+        (rate_text(41234, "tok"), "41.2 k tok/s"),
+        (rate_text(7.25, "samples"), "7.25 samples/s"),
+        (rate_text(999.9, "tok"), "1 k tok/s"),
+        (rate_text(3.2e6, "tok"), "3.2 M tok/s"),
+        (rate_text(3.2e9, "tok"), "3.2 G tok/s"),
+        (duration_text(23.4), "0:23"),
+        (duration_text(59.7), "1:00"),
+        (duration_text(3723), "1:02:03"),
+        (duration_text(2 * 86400 + 3 * 3600 + 4 * 60 + 5), "2 d 03:04:05"),
+        (number_text(2.31416), "2.314"),
+        (number_text(float("nan")), "nan"),
+    ],
+)
+def test_numbers_read_well(text, expected):
+    assert text == expected
