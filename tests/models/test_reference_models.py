@@ -68,8 +68,10 @@ def test_logits_without_targets_and_sums_with_them(name: str) -> None:
 def test_nothing_is_allocated_on_meta_and_later_weights_are_the_same(name: str) -> None:
     torch.manual_seed(7)
     direct = tiny(name)
+    random_state = torch.get_rng_state()
     with torch.device("meta"):
         deferred = tiny(name)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert all(tensor.is_meta for tensor in (*deferred.parameters(), *deferred.buffers()))
     deferred.to_empty(device="cpu")
     for tensor in (*deferred.parameters(), *deferred.buffers()):

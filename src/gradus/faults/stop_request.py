@@ -12,9 +12,10 @@ from gradus.parallel.world import World
 class StopRequest:
     """Whether the run was asked to stop, as far as this rank can know now."""
 
-    def __init__(self, stop_file: Path, world: World) -> None:
+    def __init__(self, stop_file: Path, world: World, look_every_seconds: float = 1.0) -> None:
         self._file = stop_file
         self._world = world
+        self.look_every_seconds = look_every_seconds
         self._next_look = 0.0
         self.reason: str | None = None
 
@@ -28,7 +29,7 @@ class StopRequest:
         now = time.monotonic()
         if now < self._next_look:
             return None
-        self._next_look = now + 1.0
+        self._next_look = now + self.look_every_seconds
         try:  # opened rather than tested for existence: a network file system may remember that it was absent
             reason = str(json.loads(self._file.read_text()).get("reason", "stop requested"))
         except FileNotFoundError:

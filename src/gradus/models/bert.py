@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradus.models.flops import FORWARD_AND_BACKWARD
-from gradus.models.initialise import init_transformer, materialise
+from gradus.models.initialise import BareLayers, init_transformer
 from gradus.models.layers import Attention, GeluMLP, LayerNorm, require_length
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import BERTSettings
@@ -70,21 +70,18 @@ class BERT(nn.Module):
     def __init__(self, settings: BERTSettings) -> None:
         super().__init__()
         self.settings = settings
-        with torch.device("meta"):
+        with BareLayers():
             self.embedding = Embedding(settings)
             self.blocks = nn.ModuleList(PostNormBlock(settings) for _ in range(settings.layers))
             self.head = Head(settings)
             # Kept so that a published RoBERTa has all its weights. The loss does not use it, so it is frozen:
             # data parallelism would wait for a gradient that never comes.
             self.pooler = nn.Linear(settings.width, settings.width).requires_grad_(False) if settings.pooler else None
-        self.tie_weights()
-        materialise(self)
-
-    def tie_weights(self) -> None:
-        self.head.decoder.weight = self.embedding.token.weight
+        self.init_weights()
 
     def init_weights(self) -> None:
-        self.tie_weights()  # to_empty gives each of two tied parameters its own memory
+        # Tied here, because to_empty gives each of two tied parameters its own memory.
+        self.head.decoder.weight = self.embedding.token.weight
         init_transformer(self)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:

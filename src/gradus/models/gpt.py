@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.models.flops import FORWARD_AND_BACKWARD
-from gradus.models.initialise import init_transformer, materialise
+from gradus.models.initialise import BareLayers, init_transformer
 from gradus.models.layers import (
     Attention,
     GeluMLP,
@@ -78,22 +78,18 @@ class GPT(nn.Module):
     def __init__(self, settings: GPTSettings) -> None:
         super().__init__()
         self.settings = settings
-        with torch.device("meta"):
+        with BareLayers():
             # All blocks hold the same tables: a block needs nothing but its input, and the tables exist once.
             is_rotary = settings.positions == "rotary"
             rotary = Rotary(settings.head_width, settings.context, settings.rotary_base) if is_rotary else None
             self.embedding = Embedding(settings)
             self.blocks = nn.ModuleList(make_block(settings, rotary) for _ in range(settings.layers))
             self.head = Head(settings)
-        self.tie_weights()
-        materialise(self)
-
-    def tie_weights(self) -> None:
-        if self.settings.tied:
-            self.head.output.weight = self.embedding.token.weight
+        self.init_weights()
 
     def init_weights(self) -> None:
-        self.tie_weights()  # to_empty gives each of two tied parameters its own memory
+        if self.settings.tied:  # here, because to_empty gives each of two tied parameters its own memory
+            self.head.output.weight = self.embedding.token.weight
         init_transformer(self, residual_scale=(2 * self.settings.layers) ** -0.5)
         for layer in self.modules():
             if isinstance(layer, Rotary):

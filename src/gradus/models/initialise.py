@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+RANDOM_FILLS = (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_)
 
 
-class ReferenceModel(Protocol):
-    def modules(self) -> Iterator[nn.Module]: ...
-    def init_weights(self) -> None: ...
+class BareLayers(TorchFunctionMode):
+    """Layers built inside draw no random numbers: only the model's `init_weights` does.
 
-
-def materialise(model: ReferenceModel) -> None:
-    """Allocate and initialise a model built on the meta device, unless the meta device is what the caller asked for.
-
-    Models build their layers on meta first, so the layers' own constructors draw no random numbers: only
-    `init_weights` does, and the weights are the same whether it runs here or later, after `to_empty`.
+    So no weight is drawn twice, and the weights from a seed are the same whether `init_weights` runs in the
+    constructor or later, after a construction on the meta device (where it does nothing) and `to_empty`.
     """
-    device = torch.get_default_device()
-    if device.type == "meta":
-        return
-    # By hand, because to_empty fails on a model built under FakeTensorMode, which is how a planner may build it.
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            empty = torch.empty_like(parameter, device=device)
-            setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty_like(buffer, device=device))
-    model.init_weights()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in RANDOM_FILLS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def reset_layers(model: nn.Module) -> None:

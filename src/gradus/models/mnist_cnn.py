@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.models.flops import counted_training_flops
-from gradus.models.initialise import materialise, reset_layers
+from gradus.models.initialise import BareLayers, reset_layers
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import MnistCNNSettings
 
@@ -15,7 +15,7 @@ class MnistCNN(nn.Module):
     def __init__(self, settings: MnistCNNSettings) -> None:
         super().__init__()
         self.settings = settings
-        with torch.device("meta"):
+        with BareLayers():
             self.features = nn.Sequential(
                 nn.Conv2d(1, 32, kernel_size=3),
                 nn.ReLU(),
@@ -31,7 +31,7 @@ class MnistCNN(nn.Module):
                 nn.Dropout(settings.dropout),
                 nn.Linear(128, settings.classes),
             )
-        materialise(self)
+        self.init_weights()
 
     def init_weights(self) -> None:
         reset_layers(self)

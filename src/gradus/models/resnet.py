@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.models.flops import counted_training_flops
-from gradus.models.initialise import materialise, reset_layers
+from gradus.models.initialise import BareLayers, reset_layers
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import ResNetSettings
 
@@ -57,7 +57,7 @@ class ResNet(nn.Module):
     def __init__(self, settings: ResNetSettings) -> None:
         super().__init__()
         self.settings = settings
-        with torch.device("meta"):
+        with BareLayers():
             if settings.small_input:
                 self.stem = nn.Sequential(conv_norm(settings.channels, 64, 3), nn.ReLU(inplace=True))
             else:
@@ -77,7 +77,7 @@ class ResNet(nn.Module):
                     channels = width * BOTTLENECK_EXPANSION if bottleneck else width
                 self.stages.append(stage)
             self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, settings.classes))
-        materialise(self)
+        self.init_weights()
 
     def init_weights(self) -> None:
         reset_layers(self)

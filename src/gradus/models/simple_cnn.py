@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.models.flops import counted_training_flops
-from gradus.models.initialise import materialise, reset_layers
+from gradus.models.initialise import BareLayers, reset_layers
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import SimpleCNNSettings
 
@@ -24,7 +24,7 @@ class SimpleCNN(nn.Module):
     def __init__(self, settings: SimpleCNNSettings) -> None:
         super().__init__()
         self.settings = settings
-        with torch.device("meta"):
+        with BareLayers():
             self.features = nn.Sequential(stage(settings.channels, 64), stage(64, 128), stage(128, 256))
             self.classifier = nn.Sequential(
                 nn.Flatten(),
@@ -33,7 +33,7 @@ class SimpleCNN(nn.Module):
                 nn.Dropout(settings.dropout),
                 nn.Linear(512, settings.classes),
             )
-        materialise(self)
+        self.init_weights()
 
     def init_weights(self) -> None:
         reset_layers(self)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.models.flops import FORWARD_AND_BACKWARD
-from gradus.models.initialise import init_transformer, materialise
+from gradus.models.initialise import BareLayers, init_transformer
 from gradus.models.layers import Attention, GeluMLP, LayerNorm, PreNormBlock
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import ViTSettings
@@ -55,11 +55,11 @@ class ViT(nn.Module):
     def __init__(self, settings: ViTSettings) -> None:
         super().__init__()
         self.settings = settings
-        with torch.device("meta"):
+        with BareLayers():
             self.embedding = Embedding(settings)
             self.blocks = nn.ModuleList(make_block(settings) for _ in range(settings.layers))
             self.head = Head(settings)
-        materialise(self)
+        self.init_weights()
 
     def init_weights(self) -> None:
         init_transformer(self)

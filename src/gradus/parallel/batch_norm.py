@@ -65,11 +65,10 @@ class SharedBatchNorm(_BatchNorm):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        rate = 1.0 / self.num_batches_tracked if momentum is None else torch.as_tensor(momentum, device=mean.device)
+        rate = 1.0 / self.num_batches_tracked.double() if self.momentum is None else self.momentum
         unbiased = variance * (total / (total - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate.to(self.running_mean.dtype))
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate.to(self.running_var.dtype))
+        for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.copy_(running * (1 - rate) + value * rate)
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:

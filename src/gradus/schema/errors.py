@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -25,6 +28,14 @@ class GradusError(Exception):
         self.message = message
         self.hint = hint
         self.details = {key: value for key, value in details.items() if value is not None}
+
+    def at(self, file: str) -> Self:
+        """The same error, naming the file in which the field was written; one that names a file already is left."""
+        if "file" not in self.details:
+            self.message = f"{file}: {self.message}"
+            self.args = (self.message,)
+            self.details["file"] = file
+        return self
 
     def document(self) -> dict[str, Any]:
         """The error as `--json` prints it and as a rank leaves it for the launcher."""
@@ -67,7 +78,7 @@ def unknown_name(
     where = f"{file}: " if file else ""
     suggestion = f"; did you mean {close!r}?" if close else "."
     return InputError(
-        f"{where}{field}: unknown {what} {found!r}{suggestion} Allowed: {', '.join(names)}",
+        f"{where}{field}: unknown {what} {found!r}{suggestion} Allowed: {', '.join(names) or 'none is known here'}",
         hint=hint,
         file=file,
         field=field,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a plain word", problem_mark=key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.MarkedYAMLError(problem=f"the key {key!r} appears twice", problem_mark=key_node.start_mark)
@@ -90,7 +92,9 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
                 f"--set {override}: found {override!r}, allowed: key.key=value",
                 hint="for example --set optimizer.lr=1e-3",
                 file="--set",
+                field=path.strip() or ".",
                 found=override,
+                allowed="key.key=value",
             )
         place = result
         for depth, key in enumerate(keys[:-1]):
@@ -100,7 +104,11 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
             if not isinstance(inner, dict):
                 at = ".".join(keys[: depth + 1])
                 raise InputError(
-                    f"--set {override}: {at} is {inner!r}, which has no keys of its own", file="--set", field=at
+                    f"--set {override}: {at} is {inner!r}, which has no keys of its own",
+                    file="--set",
+                    field=at,
+                    found=override,
+                    allowed=f"{at}=value",
                 )
             place = inner
         place[keys[-1]] = parse_yaml(text, f"--set {override}")
@@ -112,7 +120,11 @@ def validated(model: type[Model], document: Document, file: str, overrides: Sequ
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        problems = [_explained(model, dict(e), file, overrides) for e in error.errors()]
+        found = error.errors()
+        mappings = [_place(e) for e in found if len(e["loc"]) > len(_place(e)) > 1]
+        # A mapping where a name is allowed as well: what is wrong inside it says more than that it is no name.
+        told = [e for e in found if not (isinstance(e["input"], dict) and e["type"] == "string_type" and mappings)]
+        problems = [_explained(model, dict(e), file, overrides) for e in told]
         first = problems[0]
         raise InputError(
             "\n".join(p.message for p in problems),
@@ -147,14 +159,20 @@ _BOUNDS = {
 
 def _explained(model: type[BaseModel], error: dict[str, Any], file: str, overrides: Sequence[str]) -> InputError:
     """One of pydantic's errors in our words."""
-    location = [str(part) for part in error["loc"]]
-    field = ".".join(location) or "."
+    location = _place(error)
+    field = ".".join(location)
     file = origin(field, file, overrides)
     kind, found, context = error["type"], error["input"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_name("key", location[-1], _fields_at(model, location[:-1]), field=field, file=file)
     if kind == "missing":
-        return InputError(f"{file}: {field}: missing, and it is required", file=file, field=field)
+        return InputError(
+            f"{file}: {field}: missing, and it is required",
+            file=file,
+            field=field,
+            found="nothing",
+            allowed=f"a value for {field}",
+        )
     if kind == "literal_error":
         allowed = context["expected"].replace("'", "").replace(" or ", ", ")
         close = nearest(str(found), allowed.split(", "))
@@ -171,7 +189,7 @@ def _explained(model: type[BaseModel], error: dict[str, Any], file: str, overrid
         f"{file}: {field}: {shown}allowed: {allowed}{suggestion}",
         file=file,
         field=field,
-        found=found if isinstance(found, (str, int, float, bool)) else None,
+        found=found if isinstance(found, (str, int, float, bool)) else _type_name(found),
         allowed=allowed,
         nearest=close,
     )
@@ -184,6 +202,19 @@ def origin(field: str, file: str, overrides: Sequence[str]) -> str:
         if field == path or field.startswith(path + ".") or path.startswith(field + "."):
             return f"--set {override}"
     return file
+
+
+def _place(error: Mapping[str, Any]) -> list[str]:
+    """Keys to where the value is written, less the members of unions that pydantic names (`gpu.GpuNumbers.name`)."""
+    *inner, last = [str(part) for part in error["loc"]] or ["."]
+    is_key = error["type"] in ("extra_forbidden", "missing")
+    return [part for part in inner if not _is_union_member(part)] + (
+        [last] if is_key or not _is_union_member(last) else []
+    )
+
+
+def _is_union_member(part: str) -> bool:
+    return part in ("str", "int", "float", "bool") or part[:1].isupper()
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:

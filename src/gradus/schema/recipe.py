@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from gradus.schema.callables import absolute, is_import_path
 from gradus.schema.errors import InputError, unknown_name
@@ -14,8 +16,8 @@ from gradus.schema.intervals import Interval
 from gradus.schema.loading import Document, apply_overrides, dump_yaml, origin, read_document, validated
 from gradus.schema.plan import Plan
 
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
-_OPEN = ConfigDict(extra="allow", strict=True, frozen=True)
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+_OPEN = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
 BUDGETS = ("steps", "epochs", "tokens")
 DECAYS = ("constant", "linear", "cosine", "step")
@@ -28,6 +30,14 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {  # further keys that each built-in op
     "lamb": ("betas", "eps"),
     "lars": ("momentum", "trust", "eps"),
 }
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a recipe was written, for errors about it. No part of its meaning: recipes are equal wherever they lie."""
+
+    file: str = field(default="recipe", compare=False)
+    overrides: tuple[str, ...] = field(default=(), compare=False)
 
 
 class Named(BaseModel):
@@ -101,6 +111,8 @@ class Recipe(BaseModel):
     exporters: list[Literal["tensorboard"]] = []
     plan: Plan = Plan()
 
+    _origin: Origin = PrivateAttr(default=Origin())
+
     @field_validator("loss", mode="before")
     @classmethod
     def _loss_by_name(cls, value: Any) -> Any:
@@ -128,37 +140,45 @@ class Recipe(BaseModel):
         if budgets:  # `--set epochs=1` replaces the budget of the file, whatever its kind
             changed = {key: value for key, value in changed.items() if key not in BUDGETS or key in budgets}
         recipe = validated(cls, changed, file, overrides)
-        recipe._check_names(file, overrides)
+        recipe._origin = Origin(file, tuple(overrides))
+        with recipe.blamed():
+            recipe._check_names()
         return recipe._with_absolute_files(folder or Path())
 
-    def _check_names(self, recipe_file: str, overrides: Sequence[str]) -> None:
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """An InputError about a field of this recipe, from wherever, names the file or `--set` that the field is in."""
+        try:
+            yield
+        except InputError as error:
+            raise error.at(origin(str(error.details.get("field", "")), self._origin.file, self._origin.overrides))
+
+    def _check_names(self) -> None:
         """Built-in names and their keys that are known here; models and data sources check their own."""
 
-        def unknown(what: str, found: str, allowed: Iterable[str], field: str) -> InputError:
-            return unknown_name(what, found, allowed, field=field, file=origin(field, recipe_file, overrides))
-
         def missing(field: str, reason: str) -> InputError:
-            return InputError(f"{recipe_file}: {field}: missing; {reason}", file=recipe_file, field=field)
+            return InputError(f"{field}: missing; {reason}", field=field, found="nothing", allowed="a whole number")
 
         optimizer = self.optimizer
         if not is_import_path(optimizer.use):
             if optimizer.use not in OPTIMIZERS:
-                raise unknown("optimizer", optimizer.use, OPTIMIZERS, "optimizer.use")
+                raise unknown_name("optimizer", optimizer.use, OPTIMIZERS, field="optimizer.use")
             allowed = OPTIMIZERS[optimizer.use]
             for key in optimizer.options:
                 if key not in allowed:
-                    raise unknown("key", key, [*type(optimizer).model_fields, *allowed], f"optimizer.{key}")
+                    known = [*type(optimizer).model_fields, *allowed]
+                    raise unknown_name("key", key, known, field=f"optimizer.{key}")
         if not is_import_path(optimizer.decay) and optimizer.decay not in DECAYS:
-            raise unknown("decay", optimizer.decay, DECAYS, "optimizer.decay")
+            raise unknown_name("decay", optimizer.decay, DECAYS, field="optimizer.decay")
         if optimizer.decay == "step" and optimizer.decay_every is None:
             raise missing("optimizer.decay_every", "decay: step needs the number of steps between drops")
         if optimizer.lr_scaling != "none" and optimizer.lr_batch is None:
             raise missing("optimizer.lr_batch", "lr_scaling needs the batch that lr was chosen for")
         if self.loss and not is_import_path(self.loss.use) and self.loss.use not in LOSSES:
-            raise unknown("loss", self.loss.use, LOSSES, "loss")
+            raise unknown_name("loss", self.loss.use, LOSSES, field="loss")
         for name in self.metrics:
             if not is_import_path(name) and name not in METRICS:
-                raise unknown("metric", name, METRICS, "metrics")
+                raise unknown_name("metric", name, METRICS, field="metrics")
 
     def _with_absolute_files(self, folder: Path) -> Recipe:
         """Ranks, and a resume from elsewhere, must find the files that the recipe names."""

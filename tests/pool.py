@@ -1,0 +1,68 @@
+"""A pool of processes that form worlds of any size up to its own, again and again, over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradus.parallel.world import World, connected
+
+
+class Pool:
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for _ in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,))  # not a daemon: those may not have loader workers
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(world, *arguments)` on each of `ranks` processes; the results by rank."""
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(ranks):
+                self._pipes[rank].send((rank, ranks, str(Path(folder) / "store"), function, arguments))
+            answers = [self._pipes[rank].recv() for rank in range(ranks)]
+        failures = [text for ok, text in answers if not ok]
+        assert not failures, "\n".join(failures)
+        return [result for _, result in answers]
+
+
+def _serve(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    while (job := _next_job(pipe)) is not None:
+        rank, ranks, store_file, function, arguments = job
+        try:
+            store = dist.FileStore(store_file, ranks)
+            with connected(rank, rank, ranks, torch.device("cpu"), store) as world:
+                assert isinstance(world, World)
+                pipe.send((True, function(world, *arguments)))
+        except BaseException:
+            pipe.send((False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"))
+
+
+def _next_job(pipe: Any) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:  # the test session is gone
+        return None
