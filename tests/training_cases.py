@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gradus.planner.defaults import default_plan
 from gradus.planner.resolve import resolved
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
+from gradus.record.stop import request_stop
 from gradus.schema.cluster import Cluster
 from gradus.schema.recipe import Recipe
 from gradus.training.live_run import LiveRun
@@ -39,22 +41,54 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_for(model: str, **changes: Any) -> Recipe:
-    document = {"name": "parity", "batch": 12, "steps": STEPS, "seed": 7, **MODELS[model], **changes}
+def recipe_for(case: str, /, **changes: Any) -> Recipe:
+    document = {"name": "parity", "batch": 12, "steps": STEPS, "seed": 7, **MODELS[case], **changes}
     return resolved(Recipe.from_document(document))
 
 
-def trained(world: World, folder: str, recipe: Recipe) -> dict[str, Any]:
-    """Train in this process's part of the world; the curve and the weights."""
+def trained(
+    world: World, folder: str, recipe: Recipe, attempt: int = 1, stop_step: int | None = None
+) -> dict[str, Any]:
+    """Train in this process's part of the world; how it ended and, from rank 0, the weights."""
     plan = default_plan(recipe, CLUSTER, world.size).plan
-    live = LiveRun(recipe, plan, RunDirectory(Path(folder)), 1, world)
+    live = LiveRun(recipe, plan, RunDirectory(Path(folder)), attempt, world)
+    if stop_step is not None:
+        stopped_at(live, stop_step)
     ending = train(live)
     live.recorder.close(state=ending.state)
-    weights = {name: tensor.double() for name, tensor in live.model.state_dict().items()}
-    return {"ending": ending.state, "weights": weights if world.leads else None, "step": live.state.step}
+    weights = {name: tensor.detach().clone() for name, tensor in live.model.state_dict().items()}
+    return {"state": ending.state, "reason": ending.reason, "step": live.state.step, "weights": weights}
 
 
-def run_on(pool: Pool, ranks: int, folder: Path, recipe: Recipe) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    run = RunDirectory.create(folder, recipe.name, f"ranks-{ranks}-{recipe.plan.accumulate}")
+@dataclass(frozen=True)
+class Trained:
+    rows: list[dict[str, Any]]
+    weights: dict[str, torch.Tensor]
+    run: RunDirectory
+
+
+def run_on(pool: Pool, ranks: int, folder: Path, recipe: Recipe) -> Trained:
+    """A whole run on so many ranks of the pool. All of them end with the same weights."""
+    run = RunDirectory.create(folder, recipe.name)
     results = pool.run(ranks, trained, str(run.path), recipe)
-    return read_metrics(run), results[0]["weights"]
+    return Trained(read_metrics(run), same_weights(results), run)
+
+
+def same_weights(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    first: dict[str, torch.Tensor] = results[0]["weights"]
+    for other in results[1:]:
+        assert all(torch.equal(weight, other["weights"][name]) for name, weight in first.items())
+    return first
+
+
+def stopped_at(live: LiveRun, step: int) -> None:
+    """Arrange for a real stop request, a file in the control folder, to appear when the run reaches `step`."""
+    schedule = live.schedule
+    live.stop.look_every_seconds = 0.0
+
+    def watched(position: int) -> float:
+        if live.world.leads and live.state.step == step:
+            request_stop(live.run, "test")
+        return schedule(position)
+
+    live.schedule = watched
