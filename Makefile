@@ -1,0 +1,34 @@
+# Two commands do everything on a fresh Linux machine: `make run` (the quickstart) and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: run test test-slow lint install clean
+
+run: install
+	$(BIN)/gradus train recipes/quickstart.yaml --nproc $$($(BIN)/python -c \
+	  "from gradus import Cluster; here = Cluster.detect(); print(here.gpus_per_node or min(2, here.cpu_cores))")
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "gradus needs Python 3.10 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -m venv .venv || \
+	  { echo "cannot make a virtual environment; on Debian or Ubuntu: apt install python3-venv"; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache src/*.egg-info
