@@ -25,7 +25,7 @@ class TwoSpirals(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.arm = torch.arange(samples) % 2
-        turns = torch.rand(samples, generator=generator) * 2 + 0.2
+        turns = torch.rand(samples, generator=generator) * 0.8 + 0.2
         angle = turns * 2 * torch.pi + self.arm * torch.pi
         noise = torch.randn(samples, 2, generator=generator) * 0.02
         self.points = torch.stack([turns * angle.cos(), turns * angle.sin()], dim=1) + noise

@@ -43,6 +43,7 @@ def restore(
                 f"{tuple(tensor.shape)} here",
                 field="model",
             )
+    for name, tensor in expected.items():
         tensor.copy_(saved[name])
     for name, parameter in _trained(model).items():
         prefix = f"optimizer.{name}."
@@ -55,8 +56,10 @@ def restore(
 
 
 def _placed(tensor: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    # Step counters live on the host unless the optimizer is fused: there the kernel reads them.
-    on_host = tensor.dim() == 0 and not optimizer.defaults.get("fused") and parameter.dim() > 0
+    # Step counters live on the host, except where the kernel that updates the parameter decides on the device whether
+    # to: torch's fused optimizers, and LAMB.
+    on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+    on_host = tensor.dim() == 0 and not on_device and parameter.dim() > 0
     if on_host:
         return tensor.clone()
     placed = torch.empty_like(parameter, dtype=tensor.dtype) if tensor.shape == parameter.shape else None

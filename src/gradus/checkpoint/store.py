@@ -15,14 +15,15 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -70,7 +71,7 @@ class CheckpointStore:
         if path.exists():
             _remove(path)
         path.mkdir(parents=True)
-        save_file({name: _on_host(tensor) for name, tensor in tensors.items()}, path / TENSORS)
+        save_file(_on_host(tensors), path / TENSORS)
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -98,16 +99,14 @@ class CheckpointStore:
     def verify(self, step: int) -> dict[str, Any]:
         """The manifest, after every file was compared with it."""
         path = self.path(step)
-        try:
-            _compare(path / MANIFEST, json.loads((path / COMMITTED).read_text()))
-            manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-            for name, fingerprint in manifest["files"].items():
-                _compare(path / name, fingerprint)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DamagedCheckpoint(f"{path}: {type(error).__name__}: {error}", path=str(path)) from error
+        _compare(path / MANIFEST, _read_json(path / COMMITTED), COMMITTED)
+        manifest = _read_json(path / MANIFEST)
         if manifest["format"] != FORMAT:
             raise DamagedCheckpoint(f"{path}: format {manifest['format']}, this version reads {FORMAT}", path=str(path))
-        return manifest
+        for name, fingerprint in manifest["files"].items():
+            _compare(path / name, fingerprint, MANIFEST)
+        with _readable(path / TENSORS), safe_open(path / TENSORS, "pt"):  # reads the header
+            return manifest
 
     def newest(self) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
         """The newest checkpoint that can be trusted, and what was found wrong with newer ones."""
@@ -126,8 +125,16 @@ class CheckpointStore:
                 _remove(self.path(step))
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies where needed; each with memory of its own, because safetensors refuses to save it twice."""
+    on_host: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        on_host[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return on_host
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:
@@ -139,14 +146,32 @@ def _fingerprint(file: Path) -> dict[str, Any]:
     return {"bytes": size, "crc32": f"{checksum:08x}"}
 
 
-def _compare(file: Path, expected: Mapping[str, Any]) -> None:
-    found = _fingerprint(file)
+def _compare(file: Path, expected: Mapping[str, Any], recorded_in: str) -> None:
+    with _readable(file):
+        found = _fingerprint(file)
     if found != expected:
         raise DamagedCheckpoint(
-            f"{file}: found {found['bytes']} bytes with checksum {found['crc32']}, "
-            f"written were {expected['bytes']} with {expected['crc32']}",
+            f"{file}: found {found['bytes']} bytes with checksum {found['crc32']}, but according to {recorded_in} "
+            f"{expected.get('bytes')} with {expected.get('crc32')} were written",
             path=str(file),
         )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    with _readable(file):
+        document = json.loads(file.read_text())
+        if not isinstance(document, dict):
+            raise ValueError(f"found {type(document).__name__}, not a mapping")
+        return document
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """What cannot be read is damaged, and the error names the file."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DamagedCheckpoint(f"{file}: {type(error).__name__}: {error}", path=str(file)) from error
 
 
 def _flush(path: Path) -> None:

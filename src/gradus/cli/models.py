@@ -15,12 +15,21 @@ def models_command(as_json: bool) -> int:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("model")
-    table.add_column("parameters", justify="right")
+    table.add_column("model", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("settings")
+    defaults = {entry["name"]: entry for entry in described if entry["kind"] == "reference"}
     for entry in described:
-        settings = {k: v for k, v in entry.items() if k not in ("name", "kind", "reference", "parameters")}
-        shown = " ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
-        table.add_row(str(entry["name"]), f"{entry['parameters']:,}", shown)
+        name, reference = str(entry["name"]), str(entry["reference"])
+        default = {} if name == reference else defaults[reference]
+        shown = " ".join(
+            f"{key}={value}"
+            for key, value in entry.items()
+            if key not in ("name", "kind", "reference", "parameters")
+            and value is not None
+            and value != default.get(key)
+        )
+        # A preset is its reference model with a few settings; the rest is as listed there.
+        table.add_row(name, f"{entry['parameters']:,}", f"{reference}: {shown or 'as above'}" if default else shown)
     Console().print(table)
     return 0

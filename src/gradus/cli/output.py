@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from gradus.record import strict_json
 from gradus.schema.errors import EXIT_FAILED, GradusError
 
 _TRACEBACK_LINES = 24  # an error must fit on one screen
 
 
 def print_json(document: Any) -> None:
-    print(json.dumps(document, indent=1, default=str))
+    print(strict_json.pretty(document))
 
 
 def run_command(command: Callable[[], int], as_json: bool) -> int:
@@ -42,6 +43,11 @@ def run_command(command: Callable[[], int], as_json: bool) -> int:
         return EXIT_FAILED
 
 
+def shown(path: Path) -> str:
+    """A path as short as it can be typed here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
 def print_error(error: dict[str, Any]) -> None:
     """An error for people: what happened, where, the end of the traceback if there is one, and a hint."""
     lines = []
@@ -50,7 +56,9 @@ def print_error(error: dict[str, Any]) -> None:
         if len(shown) > _TRACEBACK_LINES:
             shown = ["  …", *shown[-_TRACEBACK_LINES:]]
         lines += [*shown, ""]
-    where = f"rank {error['rank']} on {error['node']}: " if error.get("node") and "rank" in error else ""
+    # Bad input and a NaN are the same on every rank; which of them came first to say so does not matter.
+    of_one_rank = error.get("kind") in ("exception", "lost-peer") and "rank" in error
+    where = f"rank {error['rank']} on {error['node']}: " if of_one_rank else ""
     lines.append(f"error: {where}{error['message']}")
     if error.get("hint"):
         lines.append(f"hint: {error['hint']}")

@@ -12,12 +12,22 @@ from gradus.record.metrics import read_metrics
 from gradus.record.status import read_status, shown_state
 from gradus.record.summary import summary_text
 from gradus.record.tensorboard import export_tensorboard
-from gradus.schema.errors import unknown_name
+from gradus.schema.errors import InputError, unknown_name
 
 _SHOWN_EVENTS = 12
 
 
 def runs_command(run: str | None, runs: str, export: str | None, as_json: bool) -> int:
+    if export is not None and export != "tensorboard":
+        raise unknown_name("exporter", export, ["tensorboard"], field="--export")
+    if run is None and export is not None:
+        raise InputError(
+            "RUN: missing, and --export needs it",
+            hint=f"gradus runs RUN --export {export}",
+            field="RUN",
+            found="nothing",
+            allowed="a path, an id or a name",
+        )
     if run is None:
         documents = [_document(found) for found in find_runs(Path(runs))]
         if as_json:
@@ -27,8 +37,6 @@ def runs_command(run: str | None, runs: str, export: str | None, as_json: bool) 
         return 0
     directory = RunDirectory.open(run, Path(runs))
     if export is not None:
-        if export != "tensorboard":
-            raise unknown_name("exporter", export, ["tensorboard"], field="--export")
         folder = export_tensorboard(directory)
         print_json({"run": str(directory.path), "folder": str(folder)}) if as_json else print(folder)
         return 0

@@ -7,7 +7,9 @@ pinned memory and copies that overlap with the step before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,13 +18,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gradus.data.order import sample_indices
+from gradus.data.order import indices_at, stable_hash
 from gradus.data.source import Source
-from gradus.schema.errors import InputError
+from gradus.schema.errors import GradusError, InputError
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
-Finish = Callable[[Any, torch.dtype], Inputs]
+Request = tuple[int, int]  # (first position, real samples) of a micro-batch
 
+INDICES_AT_ONCE = 32768  # of data on the device: computing and sending them one batch at a time would show
 RESIDENT_BYTES = 2 * 1024**3  # larger datasets are not kept on the device
 
 
@@ -42,14 +45,14 @@ class Slices:
     data_rank: int
     total_samples: int  # the stream ends here; only the last batch may be short
 
-    def of_step(self, step: int) -> Iterator[tuple[int, int]]:
-        """(first position, real samples) of each micro-batch."""
+    def of_step(self, step: int) -> Iterator[Request]:
+        """The micro-batches of one step."""
         first = step * self.batch + self.data_rank * self.micro_batch * self.accumulate
         for index in range(self.accumulate):
             start = first + index * self.micro_batch
             yield start, max(0, min(self.micro_batch, self.total_samples - start))
 
-    def between(self, start_step: int, end_step: int) -> Iterator[tuple[int, int]]:
+    def between(self, start_step: int, end_step: int) -> Iterator[Request]:
         for step in range(start_step, end_step):
             yield from self.of_step(step)
 
@@ -71,12 +74,15 @@ class Indexed:
         self.source = dataset if isinstance(dataset, Source) else None
         self._collate = getattr(dataset, "collate", None) or default_collate
 
-    def fetch(self, indices: np.ndarray[Any, Any]) -> Any:
-        """A batch in raw form, as tensors in host memory."""
+    def fetch(self, indices: np.ndarray[Any, Any], seed: int = 0, position: int = 0) -> Any:
+        """A batch in raw form, as tensors in host memory; `position` is that of its first sample in the stream."""
         if self.source is not None:
             return _tensors(self.source.fetch(indices))
-        items = [self.dataset[int(index)] for index in indices]
-        if not isinstance(items[0], (dict, tuple, list)):
+        items = []
+        for offset, index in enumerate(indices):
+            _seed_for_sample(seed, position + offset)
+            items.append(self.dataset[int(index)])
+        if not isinstance(items[0], (Mapping, tuple, list)):
             raise InputError(
                 f"data.use: an item is {type(items[0]).__name__}, allowed: a dict or a tuple",
                 hint="return (input, target), or a dict whose keys are the model's arguments",
@@ -84,6 +90,11 @@ class Indexed:
             )
         batch = self._collate(items)
         return tuple(batch) if isinstance(batch, list) else batch
+
+    def numbers_of(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The samples as the whole dataset numbers them: those held out for validation are counted too."""
+        part = getattr(self.dataset, "part", None)
+        return indices if part is None else np.asarray(part.locate(indices))
 
     def finish(self, batch: Any, dtype: torch.dtype) -> Inputs:
         """What the model sees, from a raw batch on the device."""
@@ -127,25 +138,30 @@ class Loader:
         raw = self._gathered(requests) if self._columns is not None else self._loaded(requests)
         wanted = self.slices.between(start_step, end_step)
         for (position, samples), batch in zip(wanted, raw, strict=True):
+            if isinstance(batch, GradusError):
+                raise batch
             inputs = self._dataset.finish(batch, self._dtype)
             if self._channels_last:
                 inputs = _mapped(inputs, _to_channels_last)
             yield MicroBatch(inputs, samples, position)
 
-    def _gathered(self, requests: Iterator[tuple[int, int]]) -> Iterator[Any]:
-        """From the columns on the device: only the indices travel."""
-        for start, count in requests:
-            indices = torch.from_numpy(self._fetch.indices(start, count))
+    def _gathered(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """From the columns on the device: only indices travel, those of many micro-batches together."""
+        per_chunk = max(1, INDICES_AT_ONCE // self.slices.micro_batch)
+        while chunk := list(itertools.islice(requests, per_chunk)):
+            indices = torch.from_numpy(self._fetch.indices(chunk))
             if self._device.type == "cuda":
                 indices = indices.pin_memory().to(self._device, non_blocking=True)
-            yield _mapped(self._columns, partial(torch.index_select, dim=0, index=indices))
+            for wanted in torch.split(indices, [_fetched(count) for _, count in chunk]):
+                yield _mapped(self._columns, partial(torch.index_select, dim=0, index=wanted))
 
-    def _loaded(self, requests: Iterator[tuple[int, int]]) -> Iterator[Any]:
+    def _loaded(self, requests: Iterator[Request]) -> Iterator[Any]:
         on_gpu = self._device.type == "cuda"
         loader: DataLoader[Any] = DataLoader(
             self._fetch,
             batch_size=None,
             sampler=requests,
+            collate_fn=_as_fetched,
             num_workers=self._workers,
             pin_memory=on_gpu,
             prefetch_factor=4 if self._workers else None,
@@ -160,14 +176,38 @@ class _Fetch(Dataset[Any]):
         self._dataset = dataset
         self._seed = seed
 
-    def indices(self, start: int, count: int) -> np.ndarray[Any, Any]:
-        # A rank without a real sample still has to take part in the step: it computes on one sample of weight zero.
+    def indices(self, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
+        """Dataset indices of the slices, one after the other."""
+        positions = np.concatenate(
+            [np.arange(start, start + _fetched(count), dtype=np.int64) for start, count in requests]
+        )
         if self._seed is None:
-            return np.arange(start, start + max(1, count), dtype=np.int64) % self._dataset.length
-        return sample_indices(self._seed, self._dataset.length, start, max(1, count))
+            return positions % self._dataset.length
+        return indices_at(self._seed, self._dataset.length, positions)
 
-    def __getitem__(self, request: tuple[int, int]) -> Any:
-        return self._dataset.fetch(self.indices(*request))
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            return self._dataset.fetch(self.indices([request]), self._seed or 0, request[0])
+        except GradusError as error:
+            return error  # raised by whoever asked: torch would wrap it in the traceback of its worker
+
+
+def _as_fetched(batch: Any) -> Any:
+    """In place of torch's default for `DataLoader`, which would turn tuples into lists."""
+    return batch
+
+
+def _seed_for_sample(seed: int, position: int) -> None:
+    """Random transforms in a user's dataset depend on the position in the stream, not on the worker or the rank."""
+    value = stable_hash("sample", seed, position)
+    torch.default_generator.manual_seed(value & (2**63 - 1))  # of the CPU: nothing here is for a device
+    np.random.seed(value & (2**32 - 1))
+    random.seed(value)
+
+
+def _fetched(count: int) -> int:
+    """A rank without a real sample still has to take part in the step: it computes on one sample of weight zero."""
+    return max(1, count)
 
 
 def _resident_columns(dataset: Indexed, device: torch.device) -> Any:

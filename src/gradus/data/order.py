@@ -80,10 +80,12 @@ def _feistel(round_keys: Words, half_bits: int, values: Words) -> Words:
 
 def sample_indices(seed: int, length: int, start: int, count: int) -> Indices:
     """The dataset indices at positions start..start+count-1 of the endless stream of epochs."""
-    assert length >= 1, f"an order of {length} samples"
     assert start >= 0, f"position {start} is negative"
     assert count >= 0, f"count {count} is negative"
-    first_epoch, first_offset = divmod(start, length)
-    offsets = np.uint64(first_offset) + np.arange(count, dtype=np.uint64)
-    epochs = np.uint64(first_epoch) + offsets // np.uint64(length)
-    return permuted(mix(noise(stable_hash("order", seed), epochs)), length, offsets % np.uint64(length))
+    return indices_at(seed, length, np.arange(start, start + count, dtype=np.uint64))
+
+
+def indices_at(seed: int, length: int, positions: NDArray[Any]) -> Indices:
+    """The dataset indices at any positions of the stream; many at once cost far less than one by one."""
+    epochs, offsets = np.divmod(positions.astype(np.uint64), np.uint64(length))
+    return permuted(mix(noise(stable_hash("order", seed), epochs)), length, offsets)

@@ -6,6 +6,7 @@ after its device finished step b - 1, which took all ranks. A step announced fou
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Literal
 
 from gradus.parallel.world import World
@@ -20,15 +21,16 @@ class Announcements:
     def __init__(self, world: World) -> None:
         self._world = world
         self._seen = 0
-        self._pending: dict[Action, int] = {}
+        # More than one of an action only on a rank that is behind: it may read of the next before it has come to this.
+        self._pending: dict[Action, deque[int]] = {"stop": deque(), "save": deque()}
 
     def announce(self, action: Action, step: int) -> None:
         """On rank 0, at the boundary after `step` steps: all ranks shall act soon, at the same boundary."""
         assert self._world.leads
-        if action in self._pending:
+        if self._pending[action]:
             return
         at = step if self._world.store is None else step + NOTICE_STEPS
-        self._pending[action] = at
+        self._pending[action].append(at)
         if self._world.store is not None:
             self._world.store.set(f"announcement-{self._seen}", f"{action} {at}")
             self._seen += 1
@@ -37,9 +39,10 @@ class Announcements:
         """Whether all ranks act at this boundary. Call at every boundary, for every action."""
         if not self._world.leads:
             self._read()
-        if self._pending.get(action, step + 1) > step:
+        pending = self._pending[action]
+        if not pending or pending[0] > step:
             return False
-        del self._pending[action]
+        pending.popleft()
         return True
 
     def _read(self) -> None:
@@ -47,5 +50,5 @@ class Announcements:
         assert store is not None
         while store.check([f"announcement-{self._seen}"]):
             action, at = store.get(f"announcement-{self._seen}").decode().split()
-            self._pending["stop" if action == "stop" else "save"] = int(at)
+            self._pending["stop" if action == "stop" else "save"].append(int(at))
             self._seen += 1

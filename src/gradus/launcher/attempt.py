@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gradus.hardware.detect import Machine
@@ -17,6 +17,17 @@ from gradus.schema.recipe import Recipe
 
 # What makes a run the same run. Everything else, the number of ranks included, may change when it goes on.
 _IDENTITY = ("name", "model", "data", "batch", "seed")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An attempt that is ready to start."""
+
+    run: RunDirectory
+    attempt: int
+    recipe: Recipe
+    ranks: int
+    cores: int
 
 
 def prepare_attempt(run: RunDirectory, recipe: Recipe, cluster: Cluster, choice: Choice, machine: Machine) -> int:
@@ -51,14 +62,18 @@ def check_resumable(run: RunDirectory, recipe: Recipe) -> None:
             hint="wait for it or stop it; if its processes are gone, it counts as lost a minute after the last update",
             found=str(run.path),
         )
-    before = Recipe.load(recipe_of(run))
+    with recipe.blamed():
+        _check_same_run(Recipe.load(recipe_of(run)), recipe)
+
+
+def _check_same_run(before: Recipe, now: Recipe) -> None:
     for field in _IDENTITY:
-        was, now = getattr(before, field), getattr(recipe, field)
-        if was != now:
+        began, found = getattr(before, field), getattr(now, field)
+        if began != found:
             raise InputError(
-                f"{field}: the run began with {was!r}, found {now!r}",
+                f"{field}: the run began with {began!r}, found {found!r}",
                 hint="start a new run for that",
                 field=field,
-                found=str(now),
-                allowed=str(was),
+                found=str(found),
+                allowed=str(began),
             )

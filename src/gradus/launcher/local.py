@@ -2,52 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
 import signal
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
+from gradus.faults.parent import end_with_parent
 from gradus.hardware.cluster import detect_cluster
 from gradus.hardware.detect import detect_machine
 from gradus.hardware.torch_build import check_torch_can_use, installed_torch
-from gradus.launcher.attempt import check_resumable, prepare_attempt
-from gradus.launcher.torchrun import death_in_log, free_port, rank_environment, torchrun_command
+from gradus.launcher.attempt import Launch, check_resumable, prepare_attempt
+from gradus.launcher.following import POLL_SECONDS, following
+from gradus.launcher.torchrun import death_in_log, free_port, kill_left_over, rank_environment, torchrun_command
 from gradus.planner.defaults import default_plan, default_world_size
 from gradus.planner.resolve import resolved
 from gradus.record.directory import RunDirectory
-from gradus.record.display import Display
 from gradus.record.events import EventWriter
 from gradus.record.metrics import read_metrics
 from gradus.record.outcome import read_outcome
-from gradus.record.status import read_status, write_status
-from gradus.record.stop import request_stop
-from gradus.record.tensorboard import TensorBoardExporter
+from gradus.record.status import Status, read_status, write_status
+from gradus.record.tensorboard import check_tensorboard_installed
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import EXIT_FAILED
 from gradus.schema.recipe import Recipe
 
-POLL_SECONDS = 0.1
+_RANK_MODULE = "gradus.training.rank"
 _KILL_AFTER_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Launch:
-    """An attempt that is ready to start."""
-
-    run: RunDirectory
-    attempt: int
-    recipe: Recipe
-    ranks: int
-    cores: int
 
 
 @dataclass(frozen=True)
@@ -112,6 +97,8 @@ def prepare(
 ) -> Launch:
     """Check everything that can be checked without torch, and only then write the attempt's files."""
     recipe = resolved(recipe)
+    if "tensorboard" in recipe.exporters:
+        check_tensorboard_installed()
     machine = detect_machine()
     build = installed_torch()
     if build is not None:
@@ -129,23 +116,11 @@ def prepare(
 
 
 def launch_local(launch: Launch, *, quiet: bool = False, stream: TextIO | None = None) -> Result:
-    """Start torchrun, show progress, turn signals into stop requests, and report how it ended."""
-    run, attempt = launch.run, launch.attempt
-    node = socket.gethostname()
-    command = torchrun_command(launch.ranks, free_port(), "gradus.training.rank", [str(run.path), str(attempt)])
-    log_path = run.log_path(attempt, node)
-    events = EventWriter(run, f"launcher-attempt-{attempt}")
-    events.write("launch", attempt=attempt, ranks=launch.ranks, node=node)
-    display = None if quiet else Display(run, launch.recipe.steps, stream)
-    exporter = TensorBoardExporter(run) if "tensorboard" in launch.recipe.exporters else None
-
-    def say(text: str) -> None:
-        if display:
-            display.say(text)
-
-    say(f"{launch.recipe.name}: {launch.ranks} rank{'s' if launch.ranks > 1 else ''}, run {run.path}")
+    """Start torchrun, follow its ranks to their end, and report how it went."""
+    arguments = [str(launch.run.path), str(launch.attempt)]
+    command = torchrun_command(launch.ranks, free_port(), _RANK_MODULE, arguments)
     try:
-        with log_path.open("ab") as log, signals_as_requests(run, say) as signals:
+        with following(launch, quiet=quiet, stream=stream) as followed, _log(launch).open("ab") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -153,30 +128,34 @@ def launch_local(launch: Launch, *, quiet: bool = False, stream: TextIO | None =
                 stderr=subprocess.STDOUT,
                 env=rank_environment(launch.ranks, launch.cores, launch.recipe.deterministic),
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # on which it takes its ranks along
             )
-            while process.poll() is None:
-                if signals.at_once:
-                    _end_now(process)
-                for follower in (display, exporter):
-                    if follower:
-                        follower.poll()
-                time.sleep(POLL_SECONDS)
-    finally:
-        if display:
-            display.close()
-        if exporter:
-            exporter.close()
-    result = result_of(launch, process.returncode, ended_at_once=signals.at_once)
-    events.write("end", attempt=attempt, state=result.state, exit_code=result.exit_code, error=result.error)
-    events.close()
-    return result
+            try:
+                while process.poll() is None:
+                    followed.poll()
+                    if followed.signals.at_once:
+                        _end_now(process)
+                    time.sleep(POLL_SECONDS)
+            finally:
+                if process.poll() is None:
+                    _end_now(process)  # ranks that nobody waits for must not go on
+                kill_left_over(_RANK_MODULE, arguments)
+    except BaseException as error:
+        note_failure(launch, error)
+        raise
+    return result_of(launch, process.returncode, ended_at_once=followed.signals.at_once)
+
+
+def note_failure(launch: Launch, error: BaseException) -> None:
+    """An attempt that ends in an exception of the launching process is over, for everybody who looks at its files."""
+    _settle_status(launch.run, "failed", str(error) or type(error).__name__)
+    _write_end(launch, "failed", EXIT_FAILED, {"message": f"{type(error).__name__}: {error}"})
 
 
 def result_of(launch: Launch, return_code: int, ended_at_once: bool = False) -> Result:
     """How an attempt ended: what its ranks left behind, or what torchrun says of ranks that could not."""
     run, attempt = launch.run, launch.attempt
-    log_path = run.log_path(attempt, socket.gethostname())
+    log_path = _log(launch)
     outcome = read_outcome(run, attempt)
     if outcome is None or (outcome.get("error") or {}).get("kind") == "lost-peer":
         died = death_in_log(log_path.read_text(errors="replace"))
@@ -189,16 +168,14 @@ def result_of(launch: Launch, return_code: int, ended_at_once: bool = False) -> 
                 "hint": f"see {log_path}",
             }
             outcome = {"state": "failed", "exit_code": EXIT_FAILED, "error": died or fallback}
-    status = read_status(run)
-    if status is not None and status.state == "running":  # rank 0 could not say goodbye
-        message = (outcome.get("error") or {}).get("message")
-        write_status(run, replace(status, state=outcome["state"], last_error=message))
+    error = outcome.get("error")
+    status = _settle_status(run, outcome["state"], error["message"] if error else None)
     rows = read_metrics(run)
     step = outcome.get("step", status.step if status else 0)
     loss = outcome.get("loss", next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None))
-    error = outcome.get("error")
-    if error:
+    if error and log_path.exists():
         error = {**error, "log": str(log_path)}
+    _write_end(launch, outcome["state"], outcome["exit_code"], error)
     return Result(
         run,
         outcome["state"],
@@ -211,52 +188,30 @@ def result_of(launch: Launch, return_code: int, ended_at_once: bool = False) -> 
     )
 
 
-@dataclass
-class _Signals:
-    """What was asked of this process by signals so far."""
+def _settle_status(run: RunDirectory, state: Any, message: str | None) -> Status | None:
+    """The final status. Rank 0 may not have lived to write it, or may know only that it lost a peer."""
+    status = read_status(run)
+    if status is not None and (status.state == "running" or message is not None):
+        status = replace(status, state=state, last_error=message, updated_at=datetime.now(timezone.utc))
+        write_status(run, status)
+    return status
 
-    requested: bool = False
-    at_once: bool = False
-    raises: bool = False  # whether a second Ctrl-C is a KeyboardInterrupt here, rather than a note for the launcher
+
+def _write_end(launch: Launch, state: str, exit_code: int, error: dict[str, Any] | None) -> None:
+    events = EventWriter(launch.run, f"launcher-attempt-{launch.attempt}")
+    events.write("end", attempt=launch.attempt, state=state, exit_code=exit_code, error=error)
+    events.close()
 
 
-@contextlib.contextmanager
-def signals_as_requests(run: RunDirectory, say: Callable[[str], None]) -> Iterator[_Signals]:
-    """Ctrl-C, SIGTERM and SIGUSR1 ask the run to save and stop; a second Ctrl-C ends it at once."""
-    signals = _Signals()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if not signals.requested:
-            signals.requested = True
-            request_stop(run, signal.Signals(number).name)
-            say("stopping: the run saves at the next step boundary (Ctrl-C again ends it at once)")
-        elif number == signal.SIGINT:
-            signals.at_once = True
-            if signals.raises:
-                raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield signals
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _log(launch: Launch) -> Path:
+    return launch.run.log_path(launch.attempt, socket.gethostname())
 
 
 def _end_now(process: subprocess.Popen[bytes]) -> None:
-    """torchrun ends its ranks on SIGTERM; what is left after a while is killed with the whole session."""
+    """torchrun ends its ranks on SIGTERM; if it cannot, it is killed, and its ranks end with it."""
     process.terminate()
     try:
         process.wait(_KILL_AFTER_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
-
-
-def _die_with_parent() -> None:
-    """In the child: if the launcher is killed, torchrun gets SIGTERM and takes its ranks along."""
-    parent_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -37,6 +39,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def kill_left_over(module: str, arguments: Sequence[str]) -> list[int]:
+    """Kill ranks that torchrun left behind: it forgets those that it was just starting when a signal ended it."""
+    killed = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # processes come and go, and some are not ours to read
+            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if module in command and command[command.index(module) + 1 :][: len(arguments)] == list(arguments):
+                os.kill(int(process.name), signal.SIGKILL)
+                killed.append(int(process.name))
+    return killed
+
+
 def death_in_log(text: str) -> dict[str, Any] | None:
     """The first rank that died without a word (killed, out of host memory), from torchrun's own failure table."""
     table = text.rpartition("Root Cause (first observed failure)")[2]
@@ -51,14 +65,12 @@ def death_in_log(text: str) -> dict[str, Any] | None:
         name = signal.Signals(-exit_code).name
         how = f"was killed by {name}"
         if name == "SIGKILL":
-            hint = (
-                "the kernel does that when host memory runs out (see dmesg): use fewer workers or a smaller batch"
-            )
+            hint = "the kernel does that when host memory runs out (see dmesg): use fewer workers or a smaller batch"
     else:
         how = f"left with exit code {exit_code}"
     return {
         "kind": "rank-died",
-        "message": f"rank {rank[1]} {how}",
+        "message": f"rank {rank[1]}{f' on {host[1]}' if host else ''} {how}",
         "hint": hint,
         "rank": int(rank[1]),
         "node": host[1] if host else None,

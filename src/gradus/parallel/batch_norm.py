@@ -51,13 +51,17 @@ class SharedBatchNorm(_BatchNorm):
         # The mean first and then the squared distances from it: as stable as torch's own two-pass kernel.
         sums = _sum_over_ranks(torch.cat([x.sum(dims) * weight, count]))
         total = sums[-1]
+        if total <= 1:  # as torch refuses it; the running variance would be not a number from here on
+            raise ValueError(f"Expected more than 1 value per channel when training, found {total:g} over all ranks")
         mean = sums[:-1] / total
         centred = x - mean.view(shape)
         variance = _sum_over_ranks((centred * centred).sum(dims) * weight) / total
         self._update_running_statistics(mean.detach(), variance.detach(), total.detach())
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            y = y * self.weight.view(shape) + self.bias.view(shape)
+        if self.weight is not None:
+            y = y * self.weight.view(shape)
+        if self.bias is not None:
+            y = y + self.bias.view(shape)
         return y.to(input.dtype)
 
     @torch.no_grad()
@@ -85,12 +89,17 @@ def share_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
     if device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return converted
-    for name, child in model.named_children():
-        if isinstance(child, _BatchNorm):
-            setattr(model, name, _shared(child))
-        else:
-            share_batch_norm(child, device)
-    return model
+    return _replaced(model, {})
+
+
+def _replaced(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A layer that is used in two places is replaced by one layer in both."""
+    if module not in known:
+        known[module] = _shared(module) if isinstance(module, _BatchNorm) else module
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = _replaced(child, known)
+    return known[module]
 
 
 @contextmanager
@@ -110,8 +119,7 @@ def _shared(layer: _BatchNorm) -> SharedBatchNorm:
     shared = SharedBatchNorm(
         layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
     )
-    for name, parameter in layer.named_parameters(recurse=False):
-        setattr(shared, name, parameter)
+    shared.weight, shared.bias = layer.weight, layer.bias
     for name, buffer in layer.named_buffers(recurse=False):
         setattr(shared, name, buffer)
     return shared.train(layer.training)

@@ -32,20 +32,30 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
 
 def default_plan(recipe: Recipe, cluster: Cluster, world_size: int) -> Choice:
     """The plan for this many ranks; combinations that cannot be are refused with the numbers."""
-    fixed = {name: getattr(recipe.plan, name) for name in recipe.plan.fixed}
-    gpus = cluster.gpus_per_node > 0
-    if gpus and world_size > cluster.nodes * cluster.gpus_per_node:
+    _check_ranks(cluster, world_size)
+    with recipe.blamed():
+        return _default_plan(recipe, cluster, world_size)
+
+
+def _check_ranks(cluster: Cluster, world_size: int) -> None:
+    gpus = cluster.nodes * cluster.gpus_per_node
+    if gpus and world_size > gpus:
         raise InputError(
-            f"--nproc: {world_size} ranks need a GPU each, but {cluster.name} has "
-            f"{cluster.nodes * cluster.gpus_per_node}",
+            f"--nproc: {world_size} ranks need a GPU each, but {cluster.name} has {gpus}",
             hint='to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""',
             field="--nproc",
             found=world_size,
-            allowed=cluster.nodes * cluster.gpus_per_node,
+            allowed=gpus,
         )
+
+
+def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int) -> Choice:
+    fixed = {name: getattr(recipe.plan, name) for name in recipe.plan.fixed}
+    gpus = cluster.gpus_per_node > 0
     chosen: dict[str, tuple[Any, str]] = {}
 
     mesh = fixed.get("mesh") or Mesh(replicate=world_size)
+    mesh.check(world_size)
     chosen["mesh"] = (mesh, f"{world_size} ranks, each with the whole model" if world_size > 1 else "one rank")
     micro_batch, accumulate, why = _split_batch(recipe.batch, mesh.data_ranks, fixed)
     chosen["micro_batch"] = (micro_batch, why)
@@ -65,9 +75,9 @@ def default_plan(recipe: Recipe, cluster: Cluster, world_size: int) -> Choice:
     if values["checkpoint_every"] == "auto":
         values["checkpoint_every"] = "10m"
     plan = Plan(**values)
-    plan.check(recipe.batch, world_size)
     check_supported(plan)
-    reasons = {name: "fixed by the recipe" if name in fixed else why for name, (_, why) in chosen.items()}
+    plan.check(recipe.batch, world_size)
+    reasons = {name: why for name, (_, why) in chosen.items()} | dict.fromkeys(fixed, "fixed by the recipe")
     return Choice(plan, reasons)
 
 
@@ -95,9 +105,11 @@ def _precision(cluster: Cluster) -> tuple[str, str]:
     if cluster.gpus_per_node == 0:
         return "fp32", "the CPU"
     capability = cluster.gpu.compute_capability if isinstance(cluster.gpu, GpuNumbers) else None
-    if capability is None and cluster.gpu_name:
-        known = find_gpu(cluster.gpu_name)
-        capability = list(known.compute_capability) if known and known.compute_capability else None
+    if capability is None:
+        known = find_gpu(cluster.gpu_name) if cluster.gpu_name else None
+        if known is None:
+            return "bf16", f"assumed: the catalogue does not know {cluster.gpu_name or 'the GPU'}"
+        capability = list(known.compute_capability) if known.compute_capability else None
     if capability is not None and capability < [8, 0]:
         return "fp16", f"{cluster.gpu_name} has no bf16"
     return "bf16", f"{cluster.gpu_name} has it, and it needs no loss scaling"

@@ -14,6 +14,11 @@ from gradus.schema.recipe import Recipe
 
 def resolved(recipe: Recipe) -> Recipe:
     """The recipe with nothing left open, or an error that names the field. Changes nothing on disk."""
+    with recipe.blamed():
+        return _resolved(recipe)
+
+
+def _resolved(recipe: Recipe) -> Recipe:
     model, data = recipe.model, recipe.data
     settings: dict[str, object] = {}
     if is_import_path(model.use):

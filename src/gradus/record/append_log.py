@@ -112,7 +112,9 @@ class LogLines(NamedTuple):
 def read_lines(path: Path) -> LogLines:
     """All whole records of a file that may still be written to. An unfinished last line is not broken."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            # As much as there is now, and not to the end: a file that stands for a full disk has none.
+            lines = file.read(os.fstat(file.fileno()).st_size).split(b"\n")
     except FileNotFoundError:
         return LogLines([], 0)
     records = []

@@ -111,7 +111,7 @@ class _BarView:
         text = f"{self._progress.line() if self._progress.step else 'starting'}  elapsed {elapsed}"
         # On a narrow terminal the bar gives way to the numbers.
         self._column.bar_width = max(_NARROWEST_BAR, min(_BAR_WIDTH, self._bar.console.width - len(text) - 1))
-        self._bar.update(self._task, completed=self._progress.step, description=text)
+        self._bar.update(self._task, total=self._progress.steps_total, completed=self._progress.step, description=text)
         self._bar.refresh()
 
     def say(self, text: str) -> None:

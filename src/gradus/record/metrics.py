@@ -6,6 +6,7 @@ Training and evaluation write their own lines. A line is of an evaluation when i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -46,8 +47,9 @@ class MetricsTail:
     def poll(self) -> list[dict[str, Any]]:
         try:
             with self._path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(max(0, size - self._offset))
         except FileNotFoundError:
             return []
         whole = data.rfind(b"\n") + 1  # the rest of an unfinished line comes with a later poll

@@ -9,6 +9,7 @@ from typing import Any
 from gradus.record.directory import RunDirectory
 from gradus.record.format import duration_text, number_text, rate_text
 from gradus.record.metrics import MetricsTail, is_evaluation
+from gradus.record.status import read_status
 
 _STEPS_FOR_ETA = 20
 
@@ -17,7 +18,9 @@ class Progress:
     """The last training and evaluation records of a run, and the line that says what they mean."""
 
     def __init__(self, run: RunDirectory, steps_total: int | None) -> None:
+        """`steps_total` may be left open: rank 0 writes it to the status once it has counted the data."""
         self.steps_total = steps_total
+        self._run = run
         self._tail = MetricsTail(run)
         self._training: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
@@ -30,6 +33,9 @@ class Progress:
     def poll(self) -> bool:
         """Read what is new; whether there was anything."""
         records = self._tail.poll()
+        if records and self.steps_total is None:
+            status = read_status(self._run)
+            self.steps_total = status.steps_total if status else None
         for record in records:
             if is_evaluation(record):
                 self._evaluation = record

@@ -20,6 +20,11 @@ def encode(record: Mapping[str, Any]) -> str:
     return json.dumps(_writable(record), allow_nan=False)
 
 
+def pretty(document: Any) -> str:
+    """Any document as strict JSON over several lines."""
+    return json.dumps(_writable(document), allow_nan=False, indent=1)
+
+
 def decode(text: str | bytes) -> dict[str, Any]:
     """The record of one line; ValueError if it is not a whole JSON object."""
     record = _readable(json.loads(text))

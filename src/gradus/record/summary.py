@@ -13,6 +13,7 @@ from gradus.record.events import read_events
 from gradus.record.format import bytes_text, duration_text, number_text
 from gradus.record.metrics import read_metrics
 from gradus.record.progress import speed_text
+from gradus.record.status import read_status
 
 # Compilation, caches and allocator growth: not what the run's speed is.
 _WARM_UP_ROWS = 3
@@ -30,6 +31,8 @@ class Summary:
     tokens_per_second: float | None
     samples_per_second: float | None
     memory_peak_bytes: int | None
+    mfu: str | None
+    """With its formula and the peak that it is a part of."""
     wall_seconds: float | None
     """From the first event to the last, waits between attempts included."""
 
@@ -46,6 +49,7 @@ def summarize(run: RunDirectory) -> Summary:
         tokens_per_second=_usual(rows, "tokens_per_second"),
         samples_per_second=_usual(rows, "samples_per_second"),
         memory_peak_bytes=max(memory) if memory else None,
+        mfu=_mfu_text(run, _usual(rows, "mfu")),
         wall_seconds=_wall_seconds(run),
     )
 
@@ -63,10 +67,15 @@ def summary_text(run: RunDirectory, next_steps: Sequence[str] = ()) -> str:
         lines.append(("validation accuracy", f"{found.validation_accuracy:.1%}"))
     if speed:
         lines.append(("speed", f"{speed} (median)"))
+    if found.mfu:
+        lines.append(("MFU", found.mfu))
     if found.memory_peak_bytes:
         lines.append(("peak memory", f"{bytes_text(found.memory_peak_bytes)} on rank 0"))
     time_text = f" in {duration_text(found.wall_seconds)}" if found.wall_seconds is not None else ""
-    lines += [("steps", f"{found.step}{time_text}"), ("run", str(run.path))]
+    status = read_status(run)
+    total = status.steps_total if status else None
+    of_total = f" of {total}" if total is not None and found.step < total else ""
+    lines += [("steps", f"{found.step}{of_total}{time_text}"), ("run", str(run.path))]
     width = max(len(label) for label, _ in lines)
     text = [f"{label:<{width}}  {value}" for label, value in lines]
     if next_steps:
@@ -86,6 +95,14 @@ def _last(rows: Sequence[dict[str, Any]], key: str) -> float | None:
 def _usual(rows: Sequence[dict[str, Any]], key: str) -> float | None:
     values = _column(rows, key)
     return statistics.median(values[_WARM_UP_ROWS:] or values) if values else None
+
+
+def _mfu_text(run: RunDirectory, mfu: float | None) -> str | None:
+    start = next((event for event in reversed(read_events(run)) if event.get("peak_flops")), None)
+    if mfu is None or start is None:
+        return None
+    peak = f"{start['peak_flops'] / 1e12:,.0f} TFLOP/s ({start['peak_source']})"
+    return f"{mfu:.1%} = {start['flops_per_sample']:.3g} FLOPs per sample × samples/s ÷ {peak}"
 
 
 def _wall_seconds(run: RunDirectory) -> float | None:

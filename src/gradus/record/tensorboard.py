@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,24 @@ def export_tensorboard(run: RunDirectory, target: Path | None = None) -> Path:
     return exporter.target
 
 
+def check_tensorboard_installed() -> None:
+    """Refuse what needs TensorBoard where it is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise InputError(
+            "TensorBoard export needs the tensorboard package",
+            hint='pip install "gradus[tensorboard]"',
+            field="exporters",
+            found="tensorboard",
+        )
+
+
 class TensorBoardExporter:
     """Follows a live run. Each `poll` adds the new points; one that cannot be written ends the export, not the run."""
 
     def __init__(self, run: RunDirectory, target: Path | None = None, on_problem: OnProblem = report_on_stderr) -> None:
-        try:
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError:
-            raise InputError(
-                "TensorBoard export needs the tensorboard package", hint='pip install "gradus[tensorboard]"'
-            ) from None
+        check_tensorboard_installed()
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self.target = target or run.path / "tensorboard"
         self._metrics_path = run.metrics_path
         self._tail = MetricsTail(run)

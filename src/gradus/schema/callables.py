@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -25,7 +26,8 @@ def absolute(name: str, folder: Path) -> str:
     if not file.endswith(".py") or Path(file).is_absolute():
         return name
     beside = folder / file
-    return f"{(beside if beside.exists() else Path(file)).absolute()}:{attribute}"
+    # Without `..`: the same file must have the same name, from wherever a run goes on.
+    return f"{os.path.abspath(beside if beside.exists() else file)}:{attribute}"
 
 
 def check_import_path(name: str, field: str) -> None:
@@ -33,18 +35,32 @@ def check_import_path(name: str, field: str) -> None:
     file, _, attribute = name.rpartition(":")
     if not file or not attribute:
         raise InputError(
-            f"{field}: found {name!r}, allowed: file.py:name or package.module:name", field=field, found=name
+            f"{field}: found {name!r}, allowed: file.py:name or package.module:name",
+            field=field,
+            found=name,
+            allowed="file.py:name or package.module:name",
         )
     if not file.endswith(".py"):
         return
     path = Path(file)
     if not path.is_file():
-        raise InputError(f"{field}: {file}: no such file", field=field, file=file, found=name)
+        siblings = sorted(str(found) for found in path.parent.glob("*.py"))
+        close = nearest(str(path), siblings)
+        raise InputError(
+            f"{field}: {file}: no such file" + (f"; did you mean {close}?" if close else ""),
+            field=field,
+            found=name,
+            allowed=siblings,
+            nearest=close,
+        )
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except SyntaxError as error:
         raise InputError(
-            f"{field}: {file}, line {error.lineno}: not valid Python: {error.msg}", field=field, file=file
+            f"{field}: {file}, line {error.lineno}: not valid Python: {error.msg}",
+            field=field,
+            found=name,
+            line=error.lineno,
         ) from None
     names = _bound_names(tree)
     if attribute not in names and "*" not in names:
@@ -52,7 +68,6 @@ def check_import_path(name: str, field: str) -> None:
         raise InputError(
             f"{field}: {file} has no {attribute!r}" + (f"; did you mean {close!r}?" if close else ""),
             field=field,
-            file=file,
             found=attribute,
             allowed=sorted(names),
             nearest=close,

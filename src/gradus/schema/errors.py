@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import Any
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -29,13 +26,12 @@ class GradusError(Exception):
         self.hint = hint
         self.details = {key: value for key, value in details.items() if value is not None}
 
-    def at(self, file: str) -> Self:
-        """The same error, naming the file in which the field was written; one that names a file already is left."""
+    def locate(self, file: str) -> None:
+        """Name the file that the field is written in, unless the error names one already."""
         if "file" not in self.details:
             self.message = f"{file}: {self.message}"
             self.args = (self.message,)
             self.details["file"] = file
-        return self
 
     def document(self) -> dict[str, Any]:
         """The error as `--json` prints it and as a rank leaves it for the launcher."""

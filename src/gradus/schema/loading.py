@@ -120,11 +120,7 @@ def validated(model: type[Model], document: Document, file: str, overrides: Sequ
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        found = error.errors()
-        mappings = [_place(e) for e in found if len(e["loc"]) > len(_place(e)) > 1]
-        # A mapping where a name is allowed as well: what is wrong inside it says more than that it is no name.
-        told = [e for e in found if not (isinstance(e["input"], dict) and e["type"] == "string_type" and mappings)]
-        problems = [_explained(model, dict(e), file, overrides) for e in told]
+        problems = [_explained(model, e, file, overrides) for e in _telling(error)]
         first = problems[0]
         raise InputError(
             "\n".join(p.message for p in problems),
@@ -149,12 +145,26 @@ _ALLOWED = {
     "model_attributes_type": "a mapping of keys to values",
     "finite_number": "a finite number",
 }
+_UNION_MEMBERS = ("str", "GpuNumbers")
 _BOUNDS = {
     "greater_than": ("gt", "more than"),
     "greater_than_equal": ("ge", "at least"),
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
+
+
+def _telling(error: ValidationError) -> list[dict[str, Any]]:
+    """All errors but one kind: of a mapping where a name is allowed too, only what is wrong inside it counts."""
+    errors = [dict(e) for e in error.errors()]
+    places = [_place(e) for e in errors]
+
+    def is_noise(e: dict[str, Any]) -> bool:
+        place = _place(e)
+        inside = any(other[: len(place)] == place and len(other) > len(place) for other in places)
+        return e["type"] == "string_type" and isinstance(e["input"], dict) and inside
+
+    return [e for e in errors if not is_noise(e)]
 
 
 def _explained(model: type[BaseModel], error: dict[str, Any], file: str, overrides: Sequence[str]) -> InputError:
@@ -206,15 +216,7 @@ def origin(field: str, file: str, overrides: Sequence[str]) -> str:
 
 def _place(error: Mapping[str, Any]) -> list[str]:
     """Keys to where the value is written, less the members of unions that pydantic names (`gpu.GpuNumbers.name`)."""
-    *inner, last = [str(part) for part in error["loc"]] or ["."]
-    is_key = error["type"] in ("extra_forbidden", "missing")
-    return [part for part in inner if not _is_union_member(part)] + (
-        [last] if is_key or not _is_union_member(last) else []
-    )
-
-
-def _is_union_member(part: str) -> bool:
-    return part in ("str", "int", "float", "bool") or part[:1].isupper()
+    return [str(part) for part in error["loc"] if part not in _UNION_MEMBERS] or ["."]
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:

@@ -36,6 +36,16 @@ class Mesh(BaseModel):
         """Among how many ranks the samples of a step are divided."""
         return self.replicate * self.shard
 
+    def check(self, world_size: int) -> None:
+        if self.world_size != world_size:
+            raise InputError(
+                f"plan.mesh: {self} is {self.world_size} ranks, but there are {world_size}",
+                hint=f"use --nproc {self.world_size}, or change plan.mesh",
+                field="plan.mesh",
+                found=self.world_size,
+                allowed=world_size,
+            )
+
     def __str__(self) -> str:
         split = [f"{name} {ways}" for name, ways in self.model_dump().items() if ways > 1]
         return " × ".join(split) or "1 rank"
@@ -83,14 +93,7 @@ class Plan(BaseModel):
     def check(self, batch: int, world_size: int) -> None:
         """Refuse combinations that cannot be, with the numbers."""
         mesh = self.mesh
-        if mesh.world_size != world_size:
-            raise InputError(
-                f"plan.mesh: {mesh} is {mesh.world_size} ranks, but there are {world_size}",
-                hint=f"use --nproc {mesh.world_size}, or change plan.mesh",
-                field="plan.mesh",
-                found=mesh.world_size,
-                allowed=world_size,
-            )
+        mesh.check(world_size)
         if (mesh.shard > 1) != (self.zero >= 1):
             raise InputError(
                 f"plan: mesh.shard is {mesh.shard} and zero is {self.zero}: "

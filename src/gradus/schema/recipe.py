@@ -151,7 +151,8 @@ class Recipe(BaseModel):
         try:
             yield
         except InputError as error:
-            raise error.at(origin(str(error.details.get("field", "")), self._origin.file, self._origin.overrides))
+            error.locate(origin(str(error.details.get("field", "")), self._origin.file, self._origin.overrides))
+            raise
 
     def _check_names(self) -> None:
         """Built-in names and their keys that are known here; models and data sources check their own."""

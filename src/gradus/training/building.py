@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+import gradus
 from gradus.data.loader import Indexed
 from gradus.data.source import open_source
 from gradus.data.split import Part, Split, scattered
@@ -21,6 +24,9 @@ from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.recipe import Recipe
 from gradus.training.randomness import seed_for_construction
+
+# Code that is not the user's: an error deep in torch is shown at the line of theirs that led there.
+_LIBRARIES = ("<frozen", str(Path(gradus.__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
 def build_model(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -53,7 +59,9 @@ def open_data(recipe: Recipe, split: Split) -> Indexed | None:
     dataset, part = _user_data(recipe, split)
     if part is not None:
         dataset = _Subset(dataset, part)
-    return Indexed(dataset) if dataset is not None and (split == "train" or len(dataset)) else None
+    if dataset is None or (split == "validation" and hasattr(dataset, "__len__") and len(dataset) == 0):
+        return None
+    return Indexed(dataset)
 
 
 def _user_data(recipe: Recipe, split: Split) -> tuple[Any, Part | None]:
@@ -64,7 +72,9 @@ def _user_data(recipe: Recipe, split: Split) -> tuple[Any, Part | None]:
     use, options = recipe.data.use, dict(recipe.data.options)
     fraction = float(options.pop("validation", 0.1))
     limit = recipe.data.limit if split == "train" else None
-    if "split" in inspect.signature(import_callable(use, "data.use")).parameters:
+    with user_code("data.use", use):
+        parameters = inspect.signature(import_callable(use, "data.use")).parameters
+    if "split" in parameters:
         dataset = _called("data.use", use, {**options, "split": split})
     else:
         dataset = _called("data.use", use, options)
@@ -83,14 +93,14 @@ class _Subset:
 
     def __init__(self, dataset: Any, part: Part) -> None:
         self._dataset = dataset
-        self._part = part
+        self.part = part
         self.collate = getattr(dataset, "collate", None)
 
     def __len__(self) -> int:
-        return self._part.length
+        return self.part.length
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[int(self._part.locate(np.array([index], dtype=np.int64))[0])]
+        return self._dataset[int(self.part.locate(np.array([index], dtype=np.int64))[0])]
 
 
 def _called(field: str, use: str, options: dict[str, Any]) -> Any:
@@ -108,10 +118,10 @@ def user_code(field: str, use: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "/gradus/" not in frame.filename] or list(frames)
+        last = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or list(frames)
         raise InputError(
             f"{field}: {use} raised {type(error).__name__}: {error}",
-            hint=f"the error is in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}",
+            hint=f"the error is in {last[-1].filename}, line {last[-1].lineno}: {last[-1].line}",
             field=field,
             found=use,
             traceback="".join(traceback.format_exception(error)),

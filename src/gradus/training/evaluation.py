@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -70,7 +71,8 @@ class Progress:
         value = results[block.metric]
         lower_is_better = block.metric == "loss"
         self.evaluated_step = step
-        if self.best is None or (value < self.best if lower_is_better else value > self.best):
+        better = self.best is None or (value < self.best if lower_is_better else value > self.best)
+        if better and not math.isnan(value):
             self.best, self.best_step, self.since_best = value, step, 0
         else:
             self.since_best += 1
@@ -78,7 +80,5 @@ class Progress:
         if target is not None and (value <= target if lower_is_better else value >= target):
             self.reached = f"validation {block.metric} {value:.4g} reached the target {target:g} at step {step}"
         elif block.stop_after is not None and self.since_best >= block.stop_after:
-            self.reached = (
-                f"validation {block.metric} has not improved on {self.best:.4g} (step {self.best_step}) "
-                f"in {self.since_best} evaluations"
-            )
+            best = "been a number" if self.best is None else f"improved on {self.best:.4g} (step {self.best_step})"
+            self.reached = f"validation {block.metric} has not {best} in {self.since_best} evaluations"

@@ -48,6 +48,9 @@ class Lamb(_Layerwise):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:
+        beta1, beta2 = betas
+        _require("betas", betas, 0 <= beta1 < 1 and 0 <= beta2 < 1, "two numbers from 0 to below 1")
+        _require("eps", eps, eps >= 0, "0 or more")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _update(
@@ -61,7 +64,7 @@ class Lamb(_Layerwise):
         state["step"] += alive
         state["mean"].lerp_(gradient, (1 - beta1) * alive)
         state["variance"].lerp_(gradient * gradient, (1 - beta2) * alive)
-        steps = state["step"].clamp(min=1)
+        steps = state["step"].double().clamp(min=1)  # 1 - 0.999 has only four digits in fp32
         mean = state["mean"] / (1 - beta1**steps)
         variance = state["variance"] / (1 - beta2**steps)
         update = mean / (variance.sqrt() + group["eps"]) + group["weight_decay"] * parameter
@@ -80,6 +83,9 @@ class Lars(_Layerwise):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
+        _require("momentum", momentum, 0 <= momentum < 1, "from 0 to below 1")
+        _require("trust", trust, trust > 0, "more than 0")
+        _require("eps", eps, eps >= 0, "0 or more")
         super().__init__(
             params, {"lr": lr, "momentum": momentum, "trust": trust, "eps": eps, "weight_decay": weight_decay}
         )
@@ -98,6 +104,11 @@ class Lars(_Layerwise):
         moved = state["momentum"] * group["momentum"] + decayed * rate
         state["momentum"].lerp_(moved, alive)
         parameter.sub_(state["momentum"] * alive)
+
+
+def _require(name: str, found: object, fits: bool, allowed: str) -> None:
+    if not fits:
+        raise ValueError(f"{name}: found {found}, allowed: {allowed}")
 
 
 def _trust(parameter: Tensor, update: Tensor) -> Tensor:

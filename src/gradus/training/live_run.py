@@ -73,7 +73,7 @@ class LiveRun:
         self.tokens_per_sample = source.tokens_per_sample if source else None
         check_model_fits_data(recipe, source.vocabulary if source else None, source.classes if source else None)
         self.total_samples, self.total_steps = self._budget(train_data.length)
-        self.dataset_length = train_data.length
+        self.train_data = train_data
 
         model = build_model(recipe, world.device, self.numbers.parameters)
         if has_batch_norm(model) and plan.accumulate > 1:
@@ -114,10 +114,12 @@ class LiveRun:
         self.announcements = Announcements(world)
         self.saves_by_clock = isinstance(plan.checkpoint_every, str)
         self.checkpoint_seconds = seconds_of(plan.checkpoint_every) if isinstance(plan.checkpoint_every, str) else 0.0
-        self.recorder = Recorder(run, attempt, world, self._rates(), recipe.log_every)
+        rates = self._rates()
+        self.recorder = Recorder(run, attempt, world, rates, recipe.log_every)
         self._resume()
         self.recorder.status(step=self.state.step, steps_total=self.total_steps)
-        self.recorder.event("start", step=self.state.step, steps_total=self.total_steps, ranks=world.size)
+        start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": world.size, **rates.mfu()}
+        self.recorder.event("start", **start)
         _, scaling = scaled_peak(recipe.optimizer, recipe.batch)
         if scaling:
             self.recorder.event("learning-rate", message=scaling)
@@ -212,15 +214,14 @@ class LiveRun:
         return Evaluator(self._loader(data, batch, min(data.length, batches * batch), 1, seed=None), batches)
 
     def _rates(self) -> Rates:
-        device, peak = self.world.device, None
-        if device.type == "cuda":
-            gpu = find_gpu(torch.cuda.get_device_name(device))
-            peak = peak_flops(gpu, self.plan.precision) if gpu else None
+        device = self.world.device
+        gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        peak = peak_flops(gpu, self.plan.precision) if gpu else None
         return Rates(
-            batch=self.recipe.batch,
             tokens_per_sample=self.tokens_per_sample,
             flops_per_sample=self.flops_per_sample,
             peak_flops=peak * self.world.size if peak else None,
+            peak_source=f"{self.plan.precision} dense, {gpu.sources['peak_tflops']}" if gpu and peak else None,
         )
 
 

@@ -102,9 +102,10 @@ def _check_finite(live: LiveRun, numbers: StepNumbers, step: int, positions: ran
     for what, value in (("loss", numbers.loss), ("gradient norm", numbers.grad_norm)):
         if value is None or math.isfinite(value):
             continue
-        indices = sample_indices(live.recipe.seed, live.dataset_length, positions.start, len(positions)).tolist()
+        data = live.train_data
+        indices = data.numbers_of(sample_indices(live.recipe.seed, data.length, positions.start, len(positions)))
         error = not_a_number(
-            what=what, value=value, step=step, positions=positions, indices=indices, saved_step=saved_step
+            what=what, value=value, step=step, positions=positions, indices=indices.tolist(), saved_step=saved_step
         )
         live.recorder.event("fault", **error.document())
         raise error

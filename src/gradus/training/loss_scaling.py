@@ -31,7 +31,8 @@ class LossScale:
         good_steps = torch.where(happened, 0, self.good_steps + 1)
         grows = good_steps >= GROWTH_INTERVAL
         factor = torch.where(happened, BACKOFF, torch.where(grows, GROWTH, 1.0))
-        self.scale.mul_(factor)
+        scale = self.scale * factor
+        self.scale.copy_(torch.where(torch.isfinite(scale), scale, self.scale))  # an infinite one would never recover
         self.good_steps.copy_(torch.where(grows, 0, good_steps))
 
     def state(self) -> dict[str, Tensor]:

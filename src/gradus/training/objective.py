@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
 from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import InputError
@@ -69,13 +70,22 @@ def _sum_and_count(result: Any, samples: int, *, with_loss: bool, what: str = "t
         return result.loss_sum, result.count
     if with_loss and isinstance(result, tuple) and len(result) == 2:
         total, count = result
-        return total, torch.as_tensor(count, dtype=torch.float32, device=total.device)
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            raise _not_a_loss(total, total, with_loss, f"{what}, as (sum, count)")
+        return widened(total.reshape(())), _on_device(count, total)
     mean = result
     if not isinstance(mean, Tensor):
-        mean = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        mean = _part(result, "loss")
     if not isinstance(mean, Tensor) or mean.numel() != 1:
         raise _not_a_loss(result, mean, with_loss, what)
-    return mean.reshape(()) * samples, torch.full((), float(samples), device=mean.device)
+    return widened(mean.reshape(())) * samples, _on_device(samples, mean)
+
+
+def _on_device(count: Any, like: Tensor) -> Tensor:
+    # A number is filled in: copying it from the host would wait for the device.
+    if isinstance(count, Tensor):
+        return count.to(like.device, torch.float32)
+    return torch.full((), float(count), device=like.device, dtype=torch.float32)
 
 
 def _not_a_loss(result: Any, mean: Any, with_loss: bool, what: str) -> InputError:
@@ -116,33 +126,46 @@ def _named_metric(name: str) -> Function:
 
 
 def _cross_entropy(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    logits, targets = _logits(output), _target(batch)
-    if logits.shape[:-1] != targets.shape:  # torch's layout for images: classes are the second dimension
-        logits = logits.movedim(1, -1)
-    result = classification_loss(logits, targets, training=True)
+    targets = _target(batch)
+    result = classification_loss(_classes_last(_logits(output), targets), targets, training=True)
     return result.loss_sum, result.count
 
 
 def _mean_squared_error(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     predicted, target = _logits(output), _target(batch)
+    if [n for n in predicted.shape if n != 1] != [n for n in target.shape if n != 1]:
+        raise InputError(
+            f"loss: mse of an output of shape {tuple(predicted.shape)} and a target of shape {tuple(target.shape)}, "
+            "allowed: equal shapes, apart from dimensions of 1",
+            field="loss",
+        )
     squares = (predicted - target.reshape(predicted.shape).to(predicted.dtype)) ** 2
-    return squares.sum(), torch.tensor(float(squares.numel()), device=squares.device)
+    return squares.sum(), _on_device(squares.numel(), squares)
 
 
 def _accuracy(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     targets = _target(batch)
-    right = (_logits(output).argmax(-1) == targets) & (targets != IGNORED)
+    right = (_classes_last(_logits(output), targets).argmax(-1) == targets) & (targets != IGNORED)
     return right.sum(), (targets != IGNORED).sum()
 
 
+def _classes_last(logits: Tensor, targets: Tensor) -> Tensor:
+    """torch's own layout for images and sequences has the classes second."""
+    return logits if logits.shape[:-1] == targets.shape else logits.movedim(1, -1)
+
+
 def _logits(output: Any) -> Tensor:
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    logits = output if isinstance(output, Tensor) else _part(output, "logits")
     if not isinstance(logits, Tensor):
         raise InputError(
             f"loss: the model returned {type(output).__name__}, allowed: a tensor, or something with .logits",
             field="loss",
         )
     return logits
+
+
+def _part(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _target(batch: Batch) -> Tensor:

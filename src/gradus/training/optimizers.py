@@ -19,7 +19,7 @@ def build_optimizer(model: nn.Module, block: OptimizerBlock) -> torch.optim.Opti
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in block.options.items()}
     try:
         return _built(groups, block, options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         raise InputError(f"optimizer: {block.use} refused its settings: {error}", field="optimizer") from error
 
 
@@ -49,10 +49,25 @@ def _built(groups: list[dict[str, Any]], block: OptimizerBlock, options: dict[st
     if block.use == "adamw":
         return torch.optim.AdamW(groups, lr=block.lr, fused=True, **options)
     if block.use == "sgd":
-        return torch.optim.SGD(groups, lr=block.lr, fused=True, **options)
+        return _sgd(groups, block.lr, options)
     if block.use == "adadelta":
         return torch.optim.Adadelta(groups, lr=block.lr, **options)
     if block.use == "lamb":
         return Lamb(groups, lr=block.lr, **options)
     assert block.use == "lars", block.use
     return Lars(groups, lr=block.lr, **options)
+
+
+def _sgd(groups: list[dict[str, Any]], lr: float, options: dict[str, Any]) -> torch.optim.SGD:
+    """SGD whose momentum is zero before the first step.
+
+    torch's fused kernel leaves new momentum uninitialised when loss scaling skips the first step, and later steps take
+    it for real. From zero the first step is the same, except with dampening, which torch leaves out of the first step:
+    that is for the unfused kernels, which the host lets skip.
+    """
+    optimizer = torch.optim.SGD(groups, lr=lr, fused=not options.get("dampening"), **options)
+    if options.get("momentum") and not options.get("dampening"):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from gradus.faults.parent import end_with_parent
 from gradus.hardware.detect import detect_machine
 from gradus.hardware.torch_build import TorchBuild, check_torch_can_use
 from gradus.parallel.world import World, alone, connected, store_from_environment
@@ -61,18 +63,27 @@ def main(arguments: list[str] | None = None) -> int:
     run, attempt = RunDirectory(parsed.run), parsed.attempt
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     faulthandler.enable()
+    end_with_parent(signal.SIGKILL)  # torchrun gives each rank a session of its own: killing it would leave them behind
     try:
         device = _device(local_rank)
         with connected(rank, local_rank, int(os.environ["WORLD_SIZE"]), device, store_from_environment()) as world:
-            run_rank(run, attempt, world)
+            try:
+                run_rank(run, attempt, world)
+            except Exception as error:
+                # Inside, so that the group is not closed first: peers may be stuck in a collective with this rank, and
+                # closing would wait for them, or they would tell of a lost peer before this rank has told why.
+                _fail(run, attempt, error, rank)
     except Exception as error:
-        traceback.print_exc()
-        _leave_error(run, attempt, error, rank)
-        # Not a clean exit: peers may be stuck in a collective with this rank; closing the group would wait for them.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_FAILED)
+        _fail(run, attempt, error, rank)
     return EXIT_FINISHED
+
+
+def _fail(run: RunDirectory, attempt: int, error: Exception, rank: int) -> NoReturn:
+    traceback.print_exception(error)
+    _leave_error(run, attempt, error, rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)
 
 
 def _device(local_rank: int) -> torch.device:

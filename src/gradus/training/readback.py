@@ -25,6 +25,7 @@ class StepNumbers:
 class PendingNumbers:
     """The same while still on its way to the host."""
 
+    _names: list[str]
     _host: Tensor
     _copied: torch.cuda.Event | None
     _launched_at: float
@@ -35,40 +36,25 @@ class PendingNumbers:
         if self._copied is not None:
             self._copied.synchronize()
             done_at = time.monotonic()
-        loss_sum, count, grad_norm, overflow, before, after = self._host.tolist()
+        values = dict(zip(self._names, self._host.tolist(), strict=True))
         return StepNumbers(
-            loss=loss_sum / count if count else float("nan"),
-            grad_norm=grad_norm if grad_norm >= 0 or grad_norm != grad_norm else None,
-            overflow=overflow > 0,
-            scale_before=before or None,
-            scale_after=after or None,
+            loss=values["loss_sum"] / values["count"] if values["count"] else float("nan"),
+            grad_norm=values.get("grad_norm"),
+            overflow=values.get("overflow", 0.0) > 0,
+            scale_before=values.get("scale_before"),
+            scale_after=values.get("scale_after"),
             done_at=done_at,
         )
 
 
-def start_readback(
-    loss_sum: Tensor,
-    count: Tensor,
-    grad_norm: Tensor | None,
-    overflow: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None,
-) -> PendingNumbers:
-    """Send the numbers of this step on their way without waiting for them."""
-    absent = loss_sum.new_full((), -1.0)
-    zero = loss_sum.new_zeros(())
-    values = torch.stack(
-        [
-            loss_sum,
-            count,
-            absent if grad_norm is None else grad_norm.to(loss_sum.dtype),
-            zero if overflow is None else overflow.to(loss_sum.dtype),
-            *(s.to(loss_sum.dtype) for s in (scales or (zero, zero))),
-        ]
-    )
+def start_readback(**numbers: Tensor | None) -> PendingNumbers:
+    """Send the numbers of this step on their way, those that there are, without waiting for them."""
+    known = {name: value for name, value in numbers.items() if value is not None}
+    values = torch.stack(list(known.values()))
     if values.device.type != "cuda":
-        return PendingNumbers(values, None, time.monotonic())
+        return PendingNumbers(list(known), values, None, time.monotonic())
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
-    return PendingNumbers(host, copied, time.monotonic())
+    return PendingNumbers(list(known), host, copied, time.monotonic())

@@ -21,10 +21,20 @@ from gradus.training.readback import StepNumbers
 class Rates:
     """What turns seconds into throughput."""
 
-    batch: int
     tokens_per_sample: int | None
     flops_per_sample: float | None
     peak_flops: float | None  # of all ranks together, in the precision of the run
+    peak_source: str | None  # where that number comes from
+
+    def mfu(self) -> dict[str, Any]:
+        """What MFU is computed from; nothing where a part of it is not known."""
+        if self.flops_per_sample is None or self.peak_flops is None:
+            return {}
+        return {
+            "flops_per_sample": self.flops_per_sample,
+            "peak_flops": self.peak_flops,
+            "peak_source": self.peak_source,
+        }
 
     def per_second(self, seconds: float, samples: int) -> dict[str, float | None]:
         rate = samples / seconds if seconds > 0 else None

@@ -51,7 +51,7 @@ class TrainingStep:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if correction is not None:
             torch._foreach_mul_(gradients, correction)
-        grad_norm, overflow, scales = None, None, None
+        grad_norm, overflow, scale_before, scale_after = None, None, None, None
         if self.loss_scale is not None:
             self.loss_scale.unscale_(gradients)
         if self._clip is not None or self.loss_scale is not None or measure_norm:
@@ -62,14 +62,21 @@ class TrainingStep:
             group["lr"] = lr
         if self.loss_scale is not None and grad_norm is not None:
             overflow = (~torch.isfinite(grad_norm)).float()
-            before = self.loss_scale.scale.clone()
+            scale_before = self.loss_scale.scale.clone()
             step_unless(self.optimizer, overflow)
             self.loss_scale.update(overflow)
-            scales = (before, self.loss_scale.scale)
+            scale_after = self.loss_scale.scale
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return start_readback(loss_sum, count, grad_norm, overflow, scales)
+        return start_readback(
+            loss_sum=loss_sum,
+            count=count,
+            grad_norm=grad_norm,
+            overflow=overflow,
+            scale_before=scale_before,
+            scale_after=scale_after,
+        )
 
     def warm_up(self, micro_batches: Iterator[MicroBatch]) -> None:
         """A step whose result is thrown away.
@@ -88,35 +95,42 @@ class TrainingStep:
         """Accumulate gradients; return the global loss sum and count, and what gradients must still be multiplied with.
 
         The mean is over all valid tokens or samples of the step, on all ranks. Their number is known only after the
-        last forward pass, so gradients are first divided by what the first micro-batch suggests, which keeps them in
-        the range of fp16, and then corrected. Without accumulation the suggestion is already exact.
+        last forward pass, so gradients are first divided by what the first micro-batch lets expect, which keeps them in
+        the range of fp16, and then corrected. Without accumulation that is already exact.
         """
-        world, totals, suggested = self._world, None, None
+        world, totals, expected = self._world, None, None
         for index in range(self._accumulate):
             micro = next(micro_batches)
             with reducing_gradients(self.model, reduce=index == self._accumulate - 1):
                 losses = self._forward(micro, step)
-                sums = torch.stack([losses.loss_sum.detach().double(), losses.count.double()])
+                sums = _summable(losses, world)
                 totals = sums if totals is None else totals + sums
-                if suggested is None:
+                if expected is None:
                     # With one micro-batch this sum is the final one, and no other collective is needed.
-                    first = world.sum_(totals.clone())
-                    suggested = (first[1] * self._accumulate).clamp(min=1)
-                # DDP averages over ranks; the loss is to be a sum over them.
-                scaled = losses.loss_sum * (world.size / suggested).to(losses.loss_sum.dtype)
+                    totals_of_first = world.sum_(totals.clone()) if world.size > 1 else totals
+                    # DDP averages over ranks, but the loss is a sum over them: hence the number of ranks.
+                    share = self._accumulate / world.size
+                    expected = (totals_of_first[1] if share == 1 else totals_of_first[1] * share).clamp(min=share)
+                scaled = losses.loss_sum / expected.to(losses.loss_sum.dtype)
                 if self.loss_scale is not None:
                     scaled = scaled * self.loss_scale.scale
                 scaled.backward()  # type: ignore[no-untyped-call]
         assert totals is not None
-        assert suggested is not None
+        assert expected is not None
         if self._accumulate == 1:
-            return first[0], first[1], None
+            return totals_of_first[0], totals_of_first[1], None
         totals = world.sum_(totals)
-        correction = (suggested / totals[1].clamp(min=1)).to(losses.loss_sum.dtype)
+        correction = (expected * world.size / totals[1].clamp(min=1)).to(losses.loss_sum.dtype)
         return totals[0], totals[1], correction
 
     def _forward(self, micro: MicroBatch, step: int) -> Losses:
-        seed_for_micro_batch(self._seed, step, micro.position)
+        seed_for_micro_batch(self._seed, step, micro.position, self._world.device)
         padding = micro.samples == 0
         with muted_batch_norm(self.model, padding), self._numbers.computing(self._world.device):
             return self._objective(self.model, micro.inputs, micro.samples)
+
+
+def _summable(losses: Losses, world: World) -> Tensor:
+    """Loss sum and count in one tensor, in float64 where many of them are to be added up."""
+    sums = torch.stack([losses.loss_sum.detach(), losses.count])
+    return sums.double() if world.size > 1 else sums

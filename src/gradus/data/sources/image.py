@@ -48,6 +48,7 @@ class MemoryImages(ImageSource):
 
     def __init__(self, images: Pixels, labels: Indices, part: Part, form: ImageFormat) -> None:
         super().__init__(part.length, form)
+        self.part = part
         chosen = part.locate(np.arange(part.length))
         self.images, self.labels = images[chosen], labels[chosen]
 

@@ -1,0 +1,90 @@
+"""What goes wrong in a rank is told as that rank saw it, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from gradus_command import events, rank_processes, status, trained, wait_until
+
+
+def test_a_killed_rank_is_named_with_its_signal(gradus):
+    recipe = gradus.recipe(steps=200)
+    run = gradus.run("killed")
+    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "killed", "--json", STEP_SECONDS="0.1")
+    wait_until(lambda: len(trained(run)) >= 2, process)
+    os.kill(rank_processes(run)[1], signal.SIGKILL)
+    done = gradus.end(process)
+    assert done.code == 1
+    error = done.json["error"]
+    assert error["rank"] == 1
+    assert "rank 1" in error["message"]
+    assert "SIGKILL" in error["message"]
+    assert "host memory" in error["hint"]
+    found = status(run)
+    assert found["state"] == "failed"
+    assert "SIGKILL" in found["last_error"]
+    assert not rank_processes(run)
+    shown = gradus("runs", "killed")
+    assert "failed" in shown.out
+    assert "SIGKILL" in shown.out
+
+
+def test_a_rank_that_raises_shows_its_own_error_and_not_its_peers(gradus):
+    recipe = gradus.recipe(steps=50)
+    run = gradus.run("raised")
+    done = gradus("train", recipe, "--nproc", "2", "--run-id", "raised", RAISE_ON_RANK="1")
+    assert done.code == 1
+    assert "error: rank 1 on " in done.err
+    assert "ValueError: the cat is on the keyboard" in done.err
+    assert "own.py" in done.err
+    assert "Connection" not in done.err
+    assert len(done.err.splitlines()) <= 40
+    found = status(run)
+    assert (found["state"], found["step"] < 3) == ("failed", True)
+    assert "the cat is on the keyboard" in found["last_error"]
+    (end,) = [event for event in events(run) if event["event"] == "end"]
+    assert (end["state"], end["exit_code"], end["error"]["rank"]) == ("failed", 1, 1)
+
+
+def test_killing_the_launcher_takes_the_ranks_along(gradus):
+    recipe = gradus.recipe(steps=200)
+    run = gradus.run("orphans")
+    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "orphans", STEP_SECONDS="0.1")
+    wait_until(lambda: len(rank_processes(run)) == 2 and trained(run), process)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not rank_processes(run), seconds=10)
+
+
+def agent_of(rank: int) -> int:
+    """The process id of the torchrun that started a rank."""
+    return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_killing_torchrun_takes_the_ranks_along_and_is_reported(gradus):
+    recipe = gradus.recipe(steps=200)
+    run = gradus.run("no-agent")
+    # In a step as long as that, no rank looks at the store that torchrun kept for it.
+    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "no-agent", "--json", STEP_SECONDS="60")
+    wait_until(lambda: [event for event in events(run) if event["event"] == "start"], process)
+    os.kill(agent_of(rank_processes(run)[0]), signal.SIGKILL)
+    done = gradus.end(process)
+    assert done.code == 1
+    assert done.json["error"]["kind"] == "launch-failed"
+    assert status(run)["state"] == "failed"
+    wait_until(lambda: not rank_processes(run), seconds=10)
+
+
+def test_killing_launcher_and_torchrun_takes_the_ranks_along(gradus):
+    recipe = gradus.recipe(steps=200)
+    run = gradus.run("nobody")
+    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "nobody", STEP_SECONDS="60")
+    wait_until(lambda: [event for event in events(run) if event["event"] == "start"], process)
+    agent = agent_of(rank_processes(run)[0])
+    os.kill(agent, signal.SIGSTOP)  # so that it cannot do anything for its ranks any more
+    process.kill()
+    process.communicate()
+    os.kill(agent, signal.SIGKILL)
+    wait_until(lambda: not rank_processes(run), seconds=10)

@@ -1,0 +1,122 @@
+"""Launching from Python, and what a launcher does when something goes wrong on its own side."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gradus_command import Gradus, events, rank_processes, status, wait_until
+
+import gradus as package
+from gradus.launcher.following import Following, Signals
+from gradus.launcher.torchrun import death_in_log, kill_left_over
+from gradus.record.directory import RunDirectory
+from gradus.schema.errors import InputError
+
+
+def test_train_from_python_returns_how_it_ended(gradus: Gradus):
+    recipe = package.Recipe.load(gradus.folder / gradus.recipe(steps=3))
+    result = package.train(recipe, nproc=1, runs=gradus.runs, run_id="python", quiet=True)
+    assert (result.state, result.exit_code, result.step) == ("finished", 0, 3)
+    assert [row["step"] for row in result.metrics] == [1, 2, 3]
+    assert result.run.path == gradus.run("python")
+    with pytest.raises(InputError, match="run directory exists"):
+        package.train(recipe, nproc=1, runs=gradus.runs, run_id="python", quiet=True)
+
+
+def test_an_exception_in_the_launcher_leaves_no_ranks_behind(gradus: Gradus, monkeypatch: pytest.MonkeyPatch):
+    run = gradus.run("launcher-fails")
+    poll = Following.poll
+    failed = []
+
+    def failing(self: Following) -> None:
+        if not failed and len(rank_processes(run)) == 2:
+            failed.append(True)
+            raise RuntimeError("out of luck")
+        poll(self)
+
+    monkeypatch.setattr(Following, "poll", failing)
+    recipe = package.Recipe.load(gradus.folder / gradus.recipe(steps=100000))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        package.train(recipe, nproc=2, runs=gradus.runs, run_id="launcher-fails", quiet=True)
+    wait_until(lambda: not rank_processes(run), seconds=5)
+    assert status(run)["state"] == "failed"
+    assert [event["event"] for event in events(run) if event["writer"].startswith("launcher")] == ["launch", "end"]
+
+
+def test_a_missing_exporter_is_refused_before_anything_is_written(gradus: Gradus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    recipe = package.Recipe.load(gradus.folder / gradus.recipe(exporters=["tensorboard"]))
+    with pytest.raises(InputError, match="tensorboard package"):
+        package.train(recipe, runs=tmp_path / "runs", quiet=True)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_stop_request_that_cannot_be_written_is_tried_again(tmp_path: Path):
+    run = RunDirectory.create(tmp_path, "own")
+    said: list[str] = []
+    signals = Signals(run, said.append, first="SIGTERM")
+    run.control.rmdir()
+    signals.answer()
+    signals.answer()
+    assert len(said) == 1
+    assert "cannot be written" in said[0]
+    run.control.mkdir()
+    signals.answer()
+    signals.answer()
+    assert run.stop_file.exists()
+    assert len(said) == 2
+    assert said[1].startswith("stopping")
+
+
+def test_only_ranks_of_this_attempt_are_left_over(tmp_path: Path):
+    module = "gradus.training.rank"
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)", module, str(tmp_path)]
+    ours, next_attempt = (subprocess.Popen([*sleep, attempt]) for attempt in ("1", "2"))
+    try:
+        wait_until(lambda: module in Path(f"/proc/{ours.pid}/cmdline").read_text())
+        assert kill_left_over(module, [str(tmp_path), "1"]) == [ours.pid]
+        assert ours.wait(5) == -signal.SIGKILL
+        assert next_attempt.poll() is None
+    finally:
+        next_attempt.kill()
+        next_attempt.wait()
+
+
+TABLE = """\
+============================================================
+gradus.training.rank FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-01-01_00:00:02
+  host      : node7
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 10)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:01
+  host      : node8
+  rank      : 3 (local_rank: 1)
+  exitcode  : {code} (pid: 11)
+============================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(-9, "was killed by SIGKILL"), (-11, "was killed by SIGSEGV"), (7, "code 7")]
+)
+def test_the_first_rank_that_died_is_found_in_torchruns_table(code, words):
+    died = death_in_log(TABLE.format(code=code))
+    assert died is not None
+    assert (died["rank"], died["node"]) == (3, "node8")
+    assert died["message"].startswith("rank 3 on node8 ")
+    assert words in died["message"]
+
+
+def test_a_log_without_a_table_names_nobody():
+    assert death_in_log("rank 3 was here\nexitcode 9\n") is None

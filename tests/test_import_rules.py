@@ -1,0 +1,132 @@
+"""Imports go one way: a package knows only those before it, and what must be quick or early never imports torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradus
+
+SOURCE = Path(gradus.__file__).parent
+
+# What each package may know besides itself. `schema` is for all.
+KNOWS: dict[str, set[str]] = {
+    "schema": set(),
+    "record": set(),
+    "hardware": set(),
+    "models": set(),
+    "data": set(),
+    "parallel": set(),
+    "checkpoint": set(),
+    "faults": {"parallel"},  # ranks agree on a stop through the world's store
+    "planner": {"models", "data", "parallel", "hardware"},
+    "training": {"record", "hardware", "models", "data", "parallel", "checkpoint", "faults", "planner"},
+    "launcher": {"record", "hardware", "planner", "faults"},
+    "cli": {"record", "hardware", "models", "data", "parallel", "checkpoint", "planner", "faults", "training"}
+    | {"launcher"},
+}
+# The one way up: a cluster knows how to find itself.
+EXCEPTIONS = {("schema/cluster.py", "hardware", "detect")}
+
+
+def imports_of(path: Path) -> list[tuple[str, str | None]]:
+    """The packages of gradus that a file imports, each with the innermost function that does it."""
+    found: list[tuple[str, str | None]] = []
+
+    def visit(node: ast.AST, function: str | None) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            function = node.name
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are written in full"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "gradus" and len(parts) > 1:
+                found.append((parts[1], function))
+        for child in ast.iter_child_nodes(node):
+            visit(child, function)
+
+    visit(ast.parse(path.read_text()), None)
+    return found
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+PACKAGES = sorted(path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists())
+
+
+def test_every_package_has_its_rule():
+    assert set(PACKAGES) == set(KNOWS)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_it_may_know(package):
+    allowed = KNOWS[package] | {package, "schema"}
+    wrong = [
+        f"{path.relative_to(SOURCE)} imports gradus.{imported}"
+        for path in FILES
+        if path.relative_to(SOURCE).parts[0] == package
+        for imported, function in imports_of(path)
+        if imported not in allowed and (str(path.relative_to(SOURCE)), imported, function) not in EXCEPTIONS
+    ]
+    assert not wrong
+
+
+def test_the_rules_allow_no_more_than_is_used():
+    used: dict[str, set[str]] = {package: set() for package in PACKAGES}
+    for path in FILES:
+        package = path.relative_to(SOURCE).parts[0]
+        if package in used:
+            used[package] |= {imported for imported, _ in imports_of(path)} - {package, "schema"}
+    # planner, training, launcher and cli may use everything that is below them; the rest is listed because it exists.
+    for package in ("record", "hardware", "models", "data", "parallel", "checkpoint", "faults"):
+        assert KNOWS[package] <= used[package], package
+
+
+def loaded_after(statement: str) -> set[str]:
+    """The modules that are loaded after a statement in a fresh interpreter."""
+    code = f"{statement}\nimport sys\nprint('\\n'.join(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+LAUNCHER_MODULES = [
+    f"gradus.launcher.{path.stem}" for path in sorted((SOURCE / "launcher").glob("*.py")) if path.stem != "__init__"
+]
+CLI_MODULES = [f"gradus.cli.{path.stem}" for path in sorted((SOURCE / "cli").glob("*.py")) if path.stem != "__init__"]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import gradus",
+        "import gradus; gradus.Recipe, gradus.Cluster, gradus.Plan, gradus.train",
+        f"import {', '.join(LAUNCHER_MODULES)}",
+        f"import {', '.join(CLI_MODULES)}",
+        "import gradus.planner.resolve, gradus.planner.defaults",
+    ],
+)
+def test_nothing_that_starts_a_run_imports_torch(statement):
+    assert "torch" not in loaded_after(statement)
+
+
+def test_this_check_would_see_torch():
+    assert "torch" in loaded_after("import gradus.parallel.world")
+
+
+def test_import_gradus_is_light():
+    loaded = loaded_after("import gradus")
+    assert not {"pydantic", "yaml", "numpy", "rich", "typer"} & loaded
+
+
+def test_no_package_shares_a_name_with_a_public_function():
+    public = {name for name in gradus.__all__ if callable(getattr(gradus, name))}
+    assert not public & set(PACKAGES)
+    assert set(gradus.__all__) <= set(dir(gradus)) | set(gradus._HOMES)

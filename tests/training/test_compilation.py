@@ -1,0 +1,134 @@
+"""Compilation: a repeated block is compiled once for all layers, and computes what it computed before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradus.models import catalogue
+from gradus.training.compilation import compile_model, parts_to_compile, repeated_blocks
+
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt": {"layers": 5, "width": 16, "heads": 2, "context": 12},
+    "bert": {"layers": 3, "width": 16, "heads": 2, "context": 12},
+    "vit": {"layers": 3, "width": 12, "heads": 2, "image": 8},
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """The graphs that are compiled during a test, by a backend that runs them as they are."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    original = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: original(module, backend=counting))
+    torch._dynamo.reset()
+    yield compiled
+    torch._dynamo.reset()
+
+
+def batch(samples: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 256, (samples, 13), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_and_gradients(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    output = model(tokens, targets)
+    output.loss_sum.backward()
+    return output.loss_sum.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_blocks_of_a_transformer_are_found(name: str) -> None:
+    model = catalogue.build(name, SMALL[name])
+    assert repeated_blocks(model) == list(model.blocks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["simple-cnn", "mnist-cnn"])
+def test_a_model_without_repeated_blocks_is_compiled_whole(name: str) -> None:
+    model = catalogue.build(name, {})
+    assert repeated_blocks(model) == []
+    assert parts_to_compile(model) == [model]
+
+
+def test_two_layers_that_differ_are_no_repetition() -> None:
+    assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))) == []
+
+
+def test_blocks_that_hold_little_of_the_model_are_not_worth_it() -> None:
+    small = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert repeated_blocks(nn.ModuleDict({"small": small, "large": nn.Linear(100, 100)})) == []
+
+
+@pytest.mark.parametrize("name", [*SMALL, "resnet18", "resnet50", "simple-cnn", "mnist-cnn"])
+def test_every_layer_with_parameters_is_in_exactly_one_part(name: str) -> None:
+    with torch.device("meta"):
+        model = catalogue.build(name, SMALL.get(name, {}))
+    inside = [id(module) for part in parts_to_compile(model) for module in part.modules()]
+    for layer_name, layer in model.named_modules():
+        if any(True for _ in layer.parameters(recurse=False)):
+            assert inside.count(id(layer)) == 1, layer_name
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu"}])
+def test_one_graph_serves_all_layers(graphs: list[torch.fx.GraphModule], options: dict[str, Any]) -> None:
+    plain = catalogue.build("gpt", {**SMALL["gpt"], **options}).double()
+    model = copy.deepcopy(plain)
+    compile_model(model)
+    loss, gradients = loss_and_gradients(model, *batch())
+    assert len(graphs) == 3, "embedding, block, head: five layers share one graph"
+    expected_loss, expected = loss_and_gradients(plain, *batch())
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-12)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).abs().max().item() < 1e-12, name
+
+
+def test_further_steps_compile_nothing(graphs: list[torch.fx.GraphModule]) -> None:
+    model = catalogue.build("gpt", SMALL["gpt"])
+    compile_model(model)
+    for seed in range(3):
+        loss_and_gradients(model, *batch(seed=seed))
+    assert len(graphs) == 3
+
+
+def test_evaluation_and_a_short_last_batch_stay_within_the_limit_of_recompilations(
+    graphs: list[torch.fx.GraphModule],
+) -> None:
+    """Beyond its limit the compiler would give up without an error and run the code as it is."""
+    model = catalogue.build("gpt", SMALL["gpt"])
+    compile_model(model)
+
+    def visit_all() -> None:
+        for training in (True, False):
+            model.train(training)
+            for samples in (4, 3, 2):
+                with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(training):
+                    model(*batch(samples))
+
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        visit_all()
+        before = len(graphs)
+        visit_all()
+    assert len(graphs) == before, "all shapes are known by now"
+
+
+def test_names_of_parameters_do_not_change(graphs: list[torch.fx.GraphModule]) -> None:
+    """Checkpoints are the same with and without compilation."""
+    model = catalogue.build("gpt", SMALL["gpt"])
+    names = list(model.state_dict())
+    compile_model(model)
+    assert list(model.state_dict()) == names

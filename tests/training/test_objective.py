@@ -1,0 +1,288 @@
+"""Objective: every way in which a model may be called and may answer, as sums and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradus.models import catalogue
+from gradus.models.output import LossOutput
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import Recipe
+from gradus.training.objective import Losses, Objective
+
+SAMPLES = 6
+TARGETS = torch.tensor([0, 2, 1, -100, 2, -100])
+
+
+def recipe(**changes: Any) -> Recipe:
+    document = {"name": "t", "model": {"use": "gpt"}, "data": {"use": "stdlib-text"}, "batch": 1, "steps": 1}
+    return Recipe.from_document({**document, "optimizer": {"lr": 0.1}, **changes})
+
+
+class Model(nn.Module):
+    """Answers what a test wants, and remembers how it was called."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
+        self.called: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        self.called = arguments, keywords
+        return self.answer
+
+
+class Named(Model):
+    def forward(self, x: Any = None, mask: Any = None) -> Any:
+        self.called = (), {"x": x, "mask": mask}
+        return self.answer
+
+
+def losses(model: nn.Module, batch: Any, samples: int = SAMPLES, **changes: Any) -> Losses:
+    return Objective(recipe(**changes), model)(model, batch, samples)
+
+
+def logits(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: SimpleNamespace(loss=t), lambda t: {"loss": t}])
+def test_without_a_loss_the_models_answer_is_the_mean_weighted_by_samples(wrap: Callable[[Tensor], Any]) -> None:
+    found = losses(Model(wrap(torch.tensor(0.5))), (1, 2))
+    assert found.loss_sum.item() == 0.5 * SAMPLES
+    assert found.count.item() == SAMPLES
+    assert found.loss_sum.ndim == 0
+
+
+def test_a_mean_in_a_tensor_of_one_element_will_do() -> None:
+    assert losses(Model(torch.tensor([[0.5]])), (1,)).loss_sum.item() == 3.0
+
+
+def test_without_a_loss_a_dict_goes_in_as_keywords_whole() -> None:
+    model = Model(torch.tensor(1.0))
+    losses(model, {"x": 1, "labels": 2})
+    assert model.called == ((), {"x": 1, "labels": 2})
+
+
+def test_without_a_loss_a_tuple_goes_in_by_position_whole() -> None:
+    model = Model(torch.tensor(1.0))
+    losses(model, (1, 2, 3))
+    assert model.called == ((1, 2, 3), {})
+
+
+def test_with_a_loss_the_last_element_of_a_tuple_is_withheld() -> None:
+    model = Model(logits(SAMPLES, 3))
+    losses(model, (1, 2, TARGETS), loss="cross-entropy")
+    assert model.called == ((1, 2), {})
+
+
+def test_with_a_loss_the_model_gets_the_keys_that_its_forward_names() -> None:
+    model = Named(logits(SAMPLES, 3))
+    losses(model, {"x": 1, "labels": TARGETS, "id": 5}, loss="cross-entropy")
+    assert model.called == ((), {"x": 1, "mask": None})
+
+
+def test_with_a_loss_a_model_that_takes_any_keyword_gets_all() -> None:
+    model = Model(logits(SAMPLES, 3))
+    losses(model, {"x": 1, "labels": TARGETS, "id": 5}, loss="cross-entropy")
+    assert model.called[1].keys() == {"x", "labels", "id"}
+
+
+def test_a_reference_model_answers_with_its_own_sum_and_count() -> None:
+    answer = LossOutput(torch.tensor(7.0), torch.tensor(4.0), None)
+    found = losses(Model(answer), (1,))
+    assert (found.loss_sum.item(), found.count.item()) == (7.0, 4.0)
+
+
+def users_loss(tmp_path: Path, body: str, name: str = "loss") -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(body)
+    return f"{file}:{name}"
+
+
+def test_a_users_scalar_mean_is_weighted_by_samples(tmp_path: Path) -> None:
+    use = users_loss(tmp_path, "def loss(output, batch):\n    return (output - batch[-1]).abs().mean()\n")
+    found = losses(Model(torch.tensor([1.0, 2.0, 6.0])), (0, torch.zeros(3)), samples=3, loss=use)
+    assert (found.loss_sum.item(), found.count.item()) == (9.0, 3.0)
+
+
+@pytest.mark.parametrize("count", ["3", "torch.tensor(3)", "torch.tensor(3.0)"])
+def test_a_users_sum_and_count_are_taken_as_they_are(tmp_path: Path, count: str) -> None:
+    use = users_loss(tmp_path, f"import torch\ndef loss(output, batch):\n    return output.sum(), {count}\n")
+    found = losses(Model(torch.tensor([1.0, 2.0])), (0, 0), loss=use)
+    assert (found.loss_sum.item(), found.count.item()) == (3.0, 3.0)
+
+
+def test_a_users_loss_gets_its_own_keys(tmp_path: Path) -> None:
+    use = users_loss(tmp_path, "def loss(output, batch, scale):\n    return output.mean() * scale\n")
+    found = losses(Model(torch.tensor([2.0])), (0, 0), loss={"use": use, "scale": 10.0})
+    assert found.loss_sum.item() == 20.0 * SAMPLES
+
+
+def test_a_users_loss_may_be_a_class(tmp_path: Path) -> None:
+    body = """
+class Loss:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, output, batch):
+        return output.mean() * self.scale
+"""
+    use = users_loss(tmp_path, body, "Loss")
+    assert losses(Model(torch.tensor([2.0])), (0, 0), loss={"use": use, "scale": 10.0}).loss_sum.item() == 120.0
+
+
+def test_a_mean_in_half_precision_is_summed_in_fp32() -> None:
+    """In bf16 the factor 1 / global count would itself be off by up to 0.4 %."""
+    mean = torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True)
+    found = losses(Model(mean), (0,), samples=257)
+    assert found.loss_sum.dtype == torch.float32
+    assert found.loss_sum.item() == 257.0
+
+
+def test_cross_entropy_leaves_ignored_targets_out() -> None:
+    x = logits(SAMPLES, 3)
+    found = losses(Model(x), (0, TARGETS), loss="cross-entropy")
+    kept = TARGETS != -100
+    assert found.count.item() == 4
+    expected = F.cross_entropy(x[kept], TARGETS[kept], reduction="sum")
+    assert found.loss_sum.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_cross_entropy_takes_classes_last_or_second() -> None:
+    x = logits(2, 3, 4, 5)  # three classes, second
+    targets = torch.randint(0, 3, (2, 4, 5), generator=torch.Generator().manual_seed(1))
+    targets[0, 0, 0] = -100
+    expected = F.cross_entropy(x, targets, reduction="sum").item()
+    for answer in (x, x.movedim(1, -1), SimpleNamespace(logits=x)):
+        found = losses(Model(answer), (0, targets), loss="cross-entropy")
+        assert found.loss_sum.item() == pytest.approx(expected, rel=1e-12)
+        assert found.count.item() == 39
+
+
+@pytest.mark.parametrize("key", ["labels", "targets", "target", "label"])
+def test_the_target_in_a_dict_has_one_of_the_usual_names(key: str) -> None:
+    found = losses(Model(logits(SAMPLES, 3)), {"x": 1, key: TARGETS}, loss="cross-entropy")
+    assert found.count.item() == 4
+
+
+def test_a_batch_without_a_target_is_refused_with_what_was_found() -> None:
+    with pytest.raises(InputError, match=r"no target in the batch: found \['x', 'y'\]"):
+        losses(Model(logits(SAMPLES, 3)), {"x": 1, "y": TARGETS}, loss="cross-entropy")
+
+
+def test_mse_is_a_mean_over_every_number() -> None:
+    predicted, target = logits(SAMPLES, 1), torch.ones(SAMPLES)
+    found = losses(Model(predicted), (0, target), loss="mse")
+    assert found.count.item() == SAMPLES
+    assert (found.loss_sum / found.count).item() == pytest.approx(((predicted[:, 0] - 1) ** 2).mean().item())
+
+
+def test_mse_refuses_a_target_of_another_shape() -> None:
+    """Six numbers in another arrangement are not the target, though they could be reshaped into it."""
+    with pytest.raises(InputError, match=r"\(2, 3\).*\(3, 2\)"):
+        losses(Model(logits(2, 3)), (0, torch.zeros(3, 2)), samples=2, loss="mse")
+
+
+def evaluated(answer: Any, batch: Any, samples: int = SAMPLES, **changes: Any) -> Losses:
+    model = Model(answer).eval()
+    return losses(model, batch, samples, **changes)
+
+
+def test_accuracy_counts_what_is_right_among_valid_targets() -> None:
+    x = F.one_hot(torch.tensor([0, 2, 2, 0, 2, 1]), 3).double()
+    found = evaluated(x, (0, TARGETS), loss="cross-entropy", metrics=["accuracy"])
+    right, count = found.metrics["accuracy"]
+    assert (right.item(), count.item()) == (3, 4)
+
+
+def test_accuracy_takes_classes_last_or_second() -> None:
+    x = logits(2, 3, 4, 5)
+    targets = torch.randint(0, 3, (2, 4, 5), generator=torch.Generator().manual_seed(1))
+    expected = (x.argmax(1) == targets).sum().item()
+    for answer in (x, x.movedim(1, -1)):
+        right, count = evaluated(answer, (0, targets), loss="cross-entropy", metrics=["accuracy"]).metrics["accuracy"]
+        assert (right.item(), count.item()) == (expected, 40)
+
+
+def test_accuracy_of_a_reference_model_is_its_own() -> None:
+    model = catalogue.build("vit", {"layers": 1, "width": 12, "image": 8})
+    batch = (torch.randn(4, 3, 8, 8), torch.tensor([1, 2, 3, 4]))
+    assert losses(model.train(), batch).metrics == {}, "argmax is not free"
+    right, count = losses(model.eval(), batch).metrics["accuracy"]
+    assert right.item() == (model(batch[0]).argmax(-1) == batch[1]).sum().item()
+    assert count.item() == 4
+
+
+def test_a_users_metric_is_named_after_its_function(tmp_path: Path) -> None:
+    use = users_loss(tmp_path, "def spread(output, batch):\n    return output.max() - output.min()\n", "spread")
+    found = evaluated(torch.tensor([1.0, 4.0]), (0, 0), loss=loss_of(tmp_path), metrics=[use])
+    total, count = found.metrics["spread"]
+    assert (total / count).item() == 3.0
+
+
+def loss_of(folder: Path) -> str:
+    file = folder / "other.py"
+    file.write_text("def mean(output, batch):\n    return output.mean()\n")
+    return f"{file}:mean"
+
+
+def test_padding_weighs_nothing() -> None:
+    for answer, changes in (
+        (torch.tensor(0.5), {}),
+        (LossOutput(torch.tensor(7.0), torch.tensor(4.0), torch.tensor(2.0)), {}),
+        (logits(SAMPLES, 3), {"loss": "cross-entropy", "metrics": ["accuracy"]}),
+    ):
+        found = evaluated(answer, (0, TARGETS), samples=0, **changes)
+        assert found.loss_sum.item() == 0
+        assert found.count.item() == 0
+        assert all(total.item() == 0 and count.item() == 0 for total, count in found.metrics.values())
+
+
+def test_padding_sends_zero_gradients_back_rather_than_none() -> None:
+    """Every rank has to take part in the reduction of gradients."""
+    model = nn.Linear(2, 3)
+    found = losses(model, (torch.ones(1, 2), torch.tensor([1])), samples=0, loss="cross-entropy")
+    found.loss_sum.backward()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+
+
+def test_a_vector_loss_is_refused_with_its_shape_and_a_hint(tmp_path: Path) -> None:
+    use = users_loss(tmp_path, "def loss(output, batch):\n    return output\n")
+    with pytest.raises(InputError, match=r"the loss: found a tensor of shape \(6, 3\)") as caught:
+        losses(Model(logits(SAMPLES, 3)), (0, 0), loss=use)
+    assert ".mean()" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("result", ["(output, 3)", "(output.sum().item(), 3)"])
+def test_a_sum_that_is_no_scalar_tensor_is_refused(tmp_path: Path, result: str) -> None:
+    use = users_loss(tmp_path, f"def loss(output, batch):\n    return {result}\n")
+    with pytest.raises(InputError, match=r"the loss, as \(sum, count\): found"):
+        losses(Model(logits(SAMPLES, 3)), (0, 0), loss=use)
+
+
+@pytest.mark.parametrize("answer", [logits(SAMPLES, 3), SimpleNamespace(logits=1), {"logits": 1}, "text"])
+def test_a_model_without_a_loss_is_refused_with_the_line_to_add(answer: Any) -> None:
+    with pytest.raises(InputError, match="the loss: found") as caught:
+        losses(Model(answer), (0, TARGETS))
+    assert "loss: cross-entropy" in str(caught.value.hint)
+    assert caught.value.details["field"] == "loss"
+
+
+def test_an_answer_without_logits_is_refused() -> None:
+    with pytest.raises(InputError, match=r"the model returned str, allowed: a tensor, or something with \.logits"):
+        losses(Model("text"), (0, TARGETS), loss="cross-entropy")
+
+
+def test_a_dict_with_logits_will_do_as_a_dict_with_loss_does() -> None:
+    found = losses(Model({"logits": logits(SAMPLES, 3)}), (0, TARGETS), loss="cross-entropy")
+    assert found.count.item() == 4
