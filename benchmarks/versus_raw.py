@@ -148,10 +148,8 @@ def gradus_segments(work: Work, folder: Path) -> Iterator[float]:
     run = RunDirectory.create(folder, "versus")
     live = LiveRun(recipe, plan, run, 1, alone(DEVICE))
     live.saves_by_clock = False  # a checkpoint in the middle of a segment would be no part of a raw loop
-    live.save = lambda: None  # type: ignore[method-assign]
-    print(
-        f"  gradus: {plan.precision}, compile {plan.compile}, channels_last {plan.channels_last}, workers {plan.workers}"
-    )
+    live.save = lambda required: None  # type: ignore[method-assign]
+    print(f"  {plan.precision}, compile {plan.compile}, channels_last {plan.channels_last}, workers {plan.workers}")
     while True:
         seen = live.state.step
         live.total_steps = seen + work.steps + 2 * log_every

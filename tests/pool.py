@@ -66,3 +66,9 @@ def _next_job(pipe: Any) -> Any:
         return pipe.recv()
     except EOFError:  # the test session is gone
         return None
+    except Exception:  # a job that cannot be unpickled here: say so instead of leaving the session to wait
+        return (-1, 0, "", _raise, (traceback.format_exc(),))
+
+
+def _raise(world: object, text: str) -> None:
+    raise RuntimeError(text)

@@ -1,5 +1,5 @@
-from gradus.record.append_log import AppendLog
-from gradus.record.metrics import MetricsTail, read_metrics
+from gradus.record.append_log import AppendLog, LogTail
+from gradus.record.metrics import read_metrics
 
 
 def test_for_a_repeated_step_the_highest_attempt_wins_whatever_the_order(run):
@@ -23,11 +23,11 @@ def test_an_evaluation_joins_the_row_of_its_step(run):
 
 def test_a_run_without_metrics_has_no_rows(run):
     assert read_metrics(run) == []
-    assert MetricsTail(run).poll() == []
+    assert LogTail(run.metrics_path).poll() == []
 
 
 def test_the_tail_returns_each_record_once_and_waits_for_the_end_of_a_line(run):
-    tail = MetricsTail(run)
+    tail = LogTail(run.metrics_path)
     with run.metrics_path.open("a") as file:
         for piece, steps in [('{"step": 1}\n{"st', [1]), ("", []), ('ep": 2}', []), ('\n{"step": 3}\n', [2, 3])]:
             file.write(piece)

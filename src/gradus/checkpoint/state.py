@@ -19,8 +19,14 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
         for key, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = value
-            else:
+            elif value is None or isinstance(value, (int, float, str)):
                 numbers.setdefault(name, {})[key] = value
+            else:
+                raise InputError(
+                    f"optimizer: its state {key!r} of {name} is a {type(value).__name__}, which a checkpoint cannot "
+                    "hold; allowed: tensors, numbers and text",
+                    field="optimizer.use",
+                )
     return tensors, numbers
 
 

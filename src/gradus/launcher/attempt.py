@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from gradus.hardware.detect import Machine
 from gradus.planner.defaults import Choice
 from gradus.record.directory import RunDirectory
 from gradus.record.environment import environment
-from gradus.record.status import Status, read_status, shown_state, write_status
+from gradus.record.status import Status, read_status, shown_state, write_status, writer_is_gone
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
@@ -42,7 +44,8 @@ def prepare_attempt(run: RunDirectory, recipe: Recipe, cluster: Cluster, choice:
     (folder / "environment.json").write_text(json.dumps(found, indent=1))
     run.stop_file.unlink(missing_ok=True)  # a request that stopped the last attempt has been answered
     before = read_status(run)
-    write_status(run, Status(state="running", attempt=attempt, step=before.step if before else 0))
+    step = before.step if before else 0
+    write_status(run, Status("running", step, attempt=attempt, host=socket.gethostname(), pid=os.getpid()))
     return attempt
 
 
@@ -56,10 +59,10 @@ def recipe_of(run: RunDirectory) -> Path:
 def check_resumable(run: RunDirectory, recipe: Recipe) -> None:
     """Refuse a run that is alive, and a recipe that would make it another run."""
     status = read_status(run)
-    if status is not None and shown_state(status) == "running":
+    if status is not None and shown_state(status) == "running" and not writer_is_gone(status):
         raise InputError(
             f"{run.path}: the run is alive (updated {status.updated_at:%H:%M:%S} UTC, attempt {status.attempt})",
-            hint="wait for it or stop it; if its processes are gone, it counts as lost a minute after the last update",
+            hint="wait for it or stop it; if it ran on another machine that is gone, it counts as lost after a minute",
             found=str(run.path),
         )
     with recipe.blamed():

@@ -14,7 +14,7 @@ from typing import TextIO
 from gradus.launcher.attempt import Launch
 from gradus.record.directory import RunDirectory
 from gradus.record.display import Display
-from gradus.record.events import EventWriter
+from gradus.record.events import EventWriter, Messages, rank_writer
 from gradus.record.stop import request_stop
 from gradus.record.tensorboard import TensorBoardExporter
 
@@ -62,6 +62,7 @@ class Following:
     def __init__(self, launch: Launch, display: Display | None) -> None:
         self._display = display
         self._exporter = TensorBoardExporter(launch.run) if "tensorboard" in launch.recipe.exporters else None
+        self._messages = Messages(launch.run, rank_writer(launch.attempt))
         self.signals = Signals(launch.run, self.say)
 
     def say(self, text: str) -> None:
@@ -70,6 +71,8 @@ class Following:
 
     def poll(self) -> None:
         self.signals.answer()
+        for message in self._messages.poll():
+            self.say(message)
         for follower in (self._display, self._exporter):
             if follower:
                 follower.poll()

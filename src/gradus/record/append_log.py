@@ -130,6 +130,32 @@ def read_lines(path: Path) -> LogLines:
     return LogLines(records, broken)
 
 
+class LogTail:
+    """Follows a file of JSON lines: each poll returns only the records added since the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def poll(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(self._offset)
+                data = file.read(max(0, size - self._offset))
+        except FileNotFoundError:
+            return []
+        whole = data.rfind(b"\n") + 1  # the rest of an unfinished line comes with a later poll
+        self._offset += whole
+        records = []
+        for line in data[:whole].splitlines():
+            try:
+                records.append(strict_json.decode(line))
+            except ValueError:
+                continue  # read_lines counts broken lines; a live view has nobody to tell
+        return records
+
+
 def _ends_inside_a_line(file: int) -> bool:
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-from gradus.record.append_log import AppendLog, read_lines
+from gradus.record.append_log import AppendLog, LogTail, read_lines
 from gradus.record.directory import RunDirectory
 from gradus.record.problem import OnProblem, report_on_stderr
 
@@ -30,3 +30,18 @@ def read_events(run: RunDirectory) -> list[dict[str, Any]]:
     events = [record for path in sorted(run.events.glob("*.jsonl")) for record in read_lines(path).records]
     # All times are UTC in one format, so that text sorts as time does.
     return sorted(events, key=lambda event: str(event.get("time", "")))
+
+
+class Messages:
+    """Follows what an attempt's ranks have to say to people: the events that carry a message."""
+
+    def __init__(self, run: RunDirectory, writer: str) -> None:
+        self._tail = LogTail(run.events / f"{writer}.jsonl")
+
+    def poll(self) -> list[str]:
+        return [str(event["message"]) for event in self._tail.poll() if event.get("message")]
+
+
+def rank_writer(attempt: int) -> str:
+    """The name under which rank 0 writes the events of an attempt."""
+    return f"rank-0-attempt-{attempt}"

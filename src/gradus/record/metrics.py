@@ -6,11 +6,9 @@ Training and evaluation write their own lines. A line is of an evaluation when i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradus.record import strict_json
 from gradus.record.append_log import read_lines
 from gradus.record.directory import RunDirectory
 
@@ -35,29 +33,3 @@ def merge_by_step(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     steps = sorted({step for step, _ in winners})
     # Training last, so that the row carries the attempt that trained the step.
     return [{**winners.get((step, True), {}), **winners.get((step, False), {})} for step in steps]
-
-
-class MetricsTail:
-    """Follows metrics.jsonl: each poll returns only the records added since the last one."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._path = run.metrics_path
-        self._offset = 0
-
-    def poll(self) -> list[dict[str, Any]]:
-        try:
-            with self._path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(self._offset)
-                data = file.read(max(0, size - self._offset))
-        except FileNotFoundError:
-            return []
-        whole = data.rfind(b"\n") + 1  # the rest of an unfinished line comes with a later poll
-        self._offset += whole
-        records = []
-        for line in data[:whole].splitlines():
-            try:
-                records.append(strict_json.decode(line))
-            except ValueError:
-                continue  # read_lines counts broken lines; a live view has nobody to tell
-        return records

@@ -6,9 +6,10 @@ import statistics
 from collections import deque
 from typing import Any
 
+from gradus.record.append_log import LogTail
 from gradus.record.directory import RunDirectory
 from gradus.record.format import duration_text, number_text, rate_text
-from gradus.record.metrics import MetricsTail, is_evaluation
+from gradus.record.metrics import is_evaluation
 from gradus.record.status import read_status
 
 _STEPS_FOR_ETA = 20
@@ -21,7 +22,7 @@ class Progress:
         """`steps_total` may be left open: rank 0 writes it to the status once it has counted the data."""
         self.steps_total = steps_total
         self._run = run
-        self._tail = MetricsTail(run)
+        self._tail = LogTail(run.metrics_path)
         self._training: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
         self._step_seconds: deque[float] = deque(maxlen=_STEPS_FOR_ETA)

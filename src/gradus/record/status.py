@@ -69,6 +69,19 @@ def shown_state(status: Status, now: datetime | None = None) -> str:
     return "lost" if status.state == "running" and silent > LOST_AFTER else status.state
 
 
+def writer_is_gone(status: Status) -> bool:
+    """Whether the process that wrote the status ran on this very machine and does not any more."""
+    if status.host != socket.gethostname() or status.pid is None:
+        return False
+    try:
+        os.kill(status.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False
+
+
 class Heartbeat:
     """Rewrites the status from a thread: soon after a change, at most once a second, at least every ten seconds.
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gradus.record.append_log import LogTail
 from gradus.record.directory import RunDirectory
-from gradus.record.metrics import MetricsTail
 from gradus.record.problem import OnProblem, report_on_stderr
 from gradus.schema.errors import InputError
 
@@ -49,7 +49,7 @@ class TensorBoardExporter:
 
         self.target = target or run.path / "tensorboard"
         self._metrics_path = run.metrics_path
-        self._tail = MetricsTail(run)
+        self._tail = LogTail(run.metrics_path)
         self._on_problem = on_problem
         self._attempt: int | None = None
         try:

@@ -23,11 +23,14 @@ def is_import_path(name: str) -> bool:
 def absolute(name: str, folder: Path) -> str:
     """The import path with its file made absolute: as seen from `folder`, or else from the current directory."""
     file, _, attribute = name.rpartition(":")
-    if not file.endswith(".py") or Path(file).is_absolute():
-        return name
+    return f"{found_from(folder, file)}:{attribute}" if file.endswith(".py") else name
+
+
+def found_from(folder: Path, file: str) -> str:
+    """The absolute path of a file that a recipe in `folder` names: beside it, or else in the current directory."""
     beside = folder / file
     # Without `..`: the same file must have the same name, from wherever a run goes on.
-    return f"{os.path.abspath(beside if beside.exists() else file)}:{attribute}"
+    return os.path.abspath(beside if beside.exists() else file)
 
 
 def check_import_path(name: str, field: str) -> None:

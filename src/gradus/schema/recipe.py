@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from gradus.schema.callables import absolute, is_import_path
+from gradus.schema.callables import absolute, found_from, is_import_path
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.intervals import Interval
 from gradus.schema.loading import Document, apply_overrides, dump_yaml, origin, read_document, validated
@@ -191,7 +191,11 @@ class Recipe(BaseModel):
             return named.model_copy(update={"use": placed(named.use)})
 
         optimizer = block(self.optimizer).model_copy(update={"decay": placed(self.optimizer.decay)})
-        changes: dict[str, Any] = {"model": block(self.model), "data": block(self.data), "optimizer": optimizer}
+        data = block(self.data)
+        path = self.data.options.get("path")
+        if isinstance(path, str) and not is_import_path(data.use):  # a key of the built-in sources
+            data = data.model_copy(update={"path": found_from(folder, path)})
+        changes: dict[str, Any] = {"model": block(self.model), "data": data, "optimizer": optimizer}
         if self.loss:
             changes["loss"] = block(self.loss)
         if self.metrics:

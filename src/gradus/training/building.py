@@ -70,13 +70,19 @@ def _user_data(recipe: Recipe, split: Split) -> tuple[Any, Part | None]:
     It may take `split` itself, or return a pair (training, validation), or one dataset, of which a part is held out.
     """
     use, options = recipe.data.use, dict(recipe.data.options)
-    fraction = float(options.pop("validation", 0.1))
     limit = recipe.data.limit if split == "train" else None
     with user_code("data.use", use):
         parameters = inspect.signature(import_callable(use, "data.use")).parameters
     if "split" in parameters:
         dataset = _called("data.use", use, {**options, "split": split})
     else:
+        fraction = 0.1 if "validation" in parameters else options.pop("validation", 0.1)
+        if not isinstance(fraction, (int, float)) or not 0 <= fraction < 1:
+            raise InputError(
+                f"data.validation: found {fraction!r}, allowed: a fraction from 0 to less than 1",
+                field="data.validation",
+                found=fraction,
+            )
         dataset = _called("data.use", use, options)
         if isinstance(dataset, tuple) and len(dataset) == 2:
             dataset = dataset[0 if split == "train" else 1]

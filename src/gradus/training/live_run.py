@@ -21,7 +21,7 @@ from gradus.parallel.replicate import replicated, unwrapped
 from gradus.parallel.world import World
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
-from gradus.schema.errors import InputError
+from gradus.schema.errors import GradusError, InputError
 from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
@@ -65,16 +65,33 @@ class Evaluator:
 class LiveRun:
     def __init__(self, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> None:
         self.recipe, self.plan, self.run, self.attempt, self.world = recipe, plan, run, attempt, world
-        self.numbers: Numbers = numbers_for(plan.precision, world.device)
-        apply_backend_settings(self.numbers, recipe.deterministic)
+        # First of all: its heartbeat shows that the run is alive while a large model is built or loaded.
+        self.recorder = Recorder(run, attempt, world, recipe.log_every)
+        try:
+            self._open_data()
+            self._build_model()
+            self._prepare_boundaries()
+            self._resume()
+        except BaseException as error:
+            self.recorder.close(state="failed", last_error=str(error) or type(error).__name__)
+            raise
+        self._note_start()
 
-        train_data = _required(open_data(recipe, "train"))
-        source = train_data.source
+    def _open_data(self) -> None:
+        recipe, plan = self.recipe, self.plan
+        self.numbers: Numbers = numbers_for(plan.precision, self.world.device)
+        apply_backend_settings(self.numbers, recipe.deterministic)
+        self.train_data = _required(open_data(recipe, "train"))
+        source = self.train_data.source
         self.tokens_per_sample = source.tokens_per_sample if source else None
         check_model_fits_data(recipe, source.vocabulary if source else None, source.classes if source else None)
-        self.total_samples, self.total_steps = self._budget(train_data.length)
-        self.train_data = train_data
+        self.total_samples, self.total_steps = self._budget(self.train_data.length)
+        self.loader = self._loader(self.train_data, recipe.batch, self.total_samples, plan.accumulate, seed=recipe.seed)
+        self.evaluator = self._evaluator(open_data(recipe, "validation"))
 
+    def _build_model(self) -> None:
+        """In this order: build, check, lay out in memory, compile, replicate; the optimizer last."""
+        recipe, plan, world = self.recipe, self.plan, self.world
         model = build_model(recipe, world.device, self.numbers.parameters)
         if has_batch_norm(model) and plan.accumulate > 1:
             raise InputError(
@@ -105,46 +122,69 @@ class LiveRun:
             clip=recipe.optimizer.clip,
             seed=recipe.seed,
         )
-        self.loader = self._loader(train_data, recipe.batch, self.total_samples, plan.accumulate, seed=recipe.seed)
-        self.evaluator = self._evaluator(open_data(recipe, "validation"))
 
+    def _prepare_boundaries(self) -> None:
+        """What happens between steps: checkpoints, stop requests, announcements."""
+        every = self.plan.checkpoint_every
         self.state = TrainingState()
-        self.store = CheckpointStore(run.checkpoints)
-        self.stop = StopRequest(run.stop_file, world)
-        self.announcements = Announcements(world)
-        self.saves_by_clock = isinstance(plan.checkpoint_every, str)
-        self.checkpoint_seconds = seconds_of(plan.checkpoint_every) if isinstance(plan.checkpoint_every, str) else 0.0
-        rates = self._rates()
-        self.recorder = Recorder(run, attempt, world, rates, recipe.log_every)
-        self._resume()
-        self.recorder.status(step=self.state.step, steps_total=self.total_steps)
-        start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": world.size, **rates.mfu()}
-        self.recorder.event("start", **start)
-        _, scaling = scaled_peak(recipe.optimizer, recipe.batch)
+        self.store = CheckpointStore(self.run.checkpoints)
+        self.stop = StopRequest(self.run.stop_file, self.world)
+        self.announcements = Announcements(self.world)
+        self.saves_by_clock = isinstance(every, str)
+        self.checkpoint_seconds = seconds_of(every) if isinstance(every, str) else 0.0
+
+    def _note_start(self) -> None:
+        recorder, rates = self.recorder, self._rates()
+        recorder.rates = rates
+        recorder.status(step=self.state.step, steps_total=self.total_steps)
+        start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": self.world.size, **rates.mfu()}
+        recorder.event("start", **start)
+        _, scaling = scaled_peak(self.recipe.optimizer, self.recipe.batch)
         if scaling:
-            self.recorder.event("learning-rate", message=scaling)
+            recorder.event("learning-rate", message=scaling)
 
     def samples_of(self, step: int) -> range:
         """Positions in the stream of the samples of step number `step` (from 0)."""
         batch = self.recipe.batch
         return range(step * batch, min((step + 1) * batch, self.total_samples))
 
-    def save(self) -> None:
-        """A checkpoint of the present step. Rank 0 writes; with replicas it holds everything."""
-        if self.world.leads:
-            tensors, optimizer_numbers = collect(self.model, self.optimizer)
-            if self.step.loss_scale is not None:
-                tensors |= {f"loss_scale.{name}": value for name, value in self.step.loss_scale.state().items()}
-            state = {
-                "training": self.state.document(),
-                "optimizer": optimizer_numbers,
-                "samples": min(self.state.step * self.recipe.batch, self.total_samples),
-            }
-            saved = self.store.save(self.state.step, tensors, state)
-            best = self.state.evaluation.best_step if self.recipe.checkpoint.best else None
-            self.store.prune(self.recipe.checkpoint.keep, also_keep=best)
-            self.recorder.event("checkpoint", step=self.state.step, path=str(saved.path.relative_to(self.run.path)))
-        self.recorder.restart_clock()
+    def save(self, required: bool) -> bool:
+        """A checkpoint of the present step, and whether it is there. Rank 0 writes; with replicas it holds everything.
+
+        One that cannot be written in the middle of a run is reported, and training goes on; at its end there is no
+        later one that would do.
+        """
+        try:
+            if self.world.leads:
+                self._write_checkpoint()
+        except OSError as error:
+            message = f"the checkpoint of step {self.state.step} cannot be written: {error}"
+            self.recorder.problem("checkpoint-failed", message)
+            if required:
+                newest = max(self.store.steps(), default=None)
+                kept = "there is none" if newest is None else f"the newest one is of step {newest}"
+                raise GradusError(
+                    f"{message}; {kept}", hint=f"make room in {self.run.path}, then go on with --resume"
+                ) from error
+            return False
+        finally:
+            self.recorder.restart_clock()
+        return True
+
+    def _write_checkpoint(self) -> None:
+        tensors, optimizer_numbers = collect(self.model, self.optimizer)
+        if self.step.loss_scale is not None:
+            tensors |= {f"loss_scale.{name}": value for name, value in self.step.loss_scale.state().items()}
+        state = {
+            "training": self.state.document(),
+            "optimizer": optimizer_numbers,
+            "samples": min(self.state.step * self.recipe.batch, self.total_samples),
+        }
+        saved = self.store.save(self.state.step, tensors, state)
+        self.store.verify(self.state.step)  # older ones go only when this one can be trusted
+        best = self.state.evaluation.best_step if self.recipe.checkpoint.best else None
+        self.store.prune(self.recipe.checkpoint.keep, also_keep=best)
+        self.recorder.event("checkpoint", step=self.state.step, path=str(saved.path.relative_to(self.run.path)))
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint that can be trusted, if there is one. Rank 0 decides which."""

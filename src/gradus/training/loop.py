@@ -13,7 +13,7 @@ from gradus.data.order import sample_indices
 from gradus.faults.numerics import not_a_number
 from gradus.training.evaluation import evaluate
 from gradus.training.live_run import LiveRun
-from gradus.training.readback import PendingNumbers, StepNumbers
+from gradus.training.readback import PendingNumbers
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def train(live: LiveRun) -> Ending:
             _settle(live, late, saved_step)
             late = None
             if saved_step != state.step:
-                live.save()
-                saved_step, last_save = state.step, time.monotonic()
+                saved_step = state.step if live.save(required=stops or done) else saved_step
+                last_save = time.monotonic()
         if done:
             return _finished(live)
         if stops:
@@ -84,6 +84,7 @@ def _settle(live: LiveRun, launched: _Launched | None, saved_step: int | None) -
         return
     numbers = launched.numbers.wait()
     step, positions = launched.step + 1, live.samples_of(launched.step)
+    _check_finite(live, "loss", numbers.loss, step, positions, saved_step)
     if numbers.overflow:
         live.state.skipped_steps.append(launched.step)
         live.recorder.event(
@@ -94,21 +95,22 @@ def _settle(live: LiveRun, launched: _Launched | None, saved_step: int | None) -
             skipped_steps=len(live.state.skipped_steps),
         )
     else:
-        _check_finite(live, numbers, step, positions, saved_step)
+        _check_finite(live, "gradient norm", numbers.grad_norm, step, positions, saved_step)
     live.recorder.step(step, positions.stop, len(positions), launched.lr, launched.data_seconds, numbers)
 
 
-def _check_finite(live: LiveRun, numbers: StepNumbers, step: int, positions: range, saved_step: int | None) -> None:
-    for what, value in (("loss", numbers.loss), ("gradient norm", numbers.grad_norm)):
-        if value is None or math.isfinite(value):
-            continue
-        data = live.train_data
-        indices = data.numbers_of(sample_indices(live.recipe.seed, data.length, positions.start, len(positions)))
-        error = not_a_number(
-            what=what, value=value, step=step, positions=positions, indices=indices.tolist(), saved_step=saved_step
-        )
-        live.recorder.event("fault", **error.document())
-        raise error
+def _check_finite(
+    live: LiveRun, what: str, value: float | None, step: int, positions: range, saved_step: int | None
+) -> None:
+    if value is None or math.isfinite(value):
+        return
+    data = live.train_data
+    indices = data.numbers_of(sample_indices(live.recipe.seed, data.length, positions.start, len(positions)))
+    error = not_a_number(
+        what=what, value=value, step=step, positions=positions, indices=indices.tolist(), saved_step=saved_step
+    )
+    live.recorder.event("fault", **error.document())
+    raise error
 
 
 def _evaluation_due(live: LiveRun) -> bool:

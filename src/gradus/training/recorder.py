@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from gradus.parallel.world import World
 from gradus.record.append_log import AppendLog
 from gradus.record.directory import RunDirectory
-from gradus.record.events import EventWriter
+from gradus.record.events import EventWriter, rank_writer
 from gradus.record.status import Heartbeat, Status
 from gradus.training.readback import StepNumbers
 
@@ -21,10 +22,10 @@ from gradus.training.readback import StepNumbers
 class Rates:
     """What turns seconds into throughput."""
 
-    tokens_per_sample: int | None
-    flops_per_sample: float | None
-    peak_flops: float | None  # of all ranks together, in the precision of the run
-    peak_source: str | None  # where that number comes from
+    tokens_per_sample: int | None = None
+    flops_per_sample: float | None = None
+    peak_flops: float | None = None  # of all ranks together, in the precision of the run
+    peak_source: str | None = None  # where that number comes from
 
     def mfu(self) -> dict[str, Any]:
         """What MFU is computed from; nothing where a part of it is not known."""
@@ -45,10 +46,10 @@ class Rates:
 
 
 class Recorder:
-    def __init__(self, run: RunDirectory, attempt: int, world: World, rates: Rates, log_every: int) -> None:
+    def __init__(self, run: RunDirectory, attempt: int, world: World, log_every: int) -> None:
         self._attempt = attempt
         self._world = world
-        self._rates = rates
+        self.rates = Rates()  # known once the model is built
         self._log_every = log_every
         self._steps = self._samples = 0
         self._data_seconds = 0.0
@@ -56,9 +57,9 @@ class Recorder:
         self.problems: list[str] = []
         self._files: tuple[AppendLog, EventWriter, Heartbeat] | None = None
         if world.leads:
-            events = EventWriter(run, f"rank-0-attempt-{attempt}", self._report)
+            events = EventWriter(run, rank_writer(attempt), self._report)
             heartbeat = Heartbeat(run, Status(state="running", attempt=attempt), self._report)
-            self._files = (AppendLog(run.metrics_path, self._problem), events, heartbeat)
+            self._files = (AppendLog(run.metrics_path, partial(self.problem, "write-error")), events, heartbeat)
 
     def logs(self, step: int) -> bool:
         """Whether the step with this number (from 1) is one whose numbers are written down."""
@@ -86,7 +87,7 @@ class Recorder:
         if not self._files or not self.logs(step):
             return
         seconds = numbers.done_at - self._last_done
-        tokens = self._rates.tokens_per_sample
+        tokens = self.rates.tokens_per_sample
         record = {
             "step": step,
             "attempt": self._attempt,
@@ -97,7 +98,7 @@ class Recorder:
             "grad_norm": numbers.grad_norm,
             "step_seconds": seconds / self._steps,
             "data_seconds": self._data_seconds / self._steps,
-            **self._rates.per_second(seconds, self._samples),
+            **self.rates.per_second(seconds, self._samples),
             "memory_peak_bytes": peak_memory_bytes(self._world.device),
         }
         if numbers.scale_after is not None:
@@ -121,10 +122,10 @@ class Recorder:
         self._files = None
         return lost + ([problem] if problem else [])
 
-    def _problem(self, message: str) -> None:
-        """A file that cannot be written: training goes on, and everybody is told."""
+    def problem(self, kind: str, message: str) -> None:
+        """Something that could not be written: training goes on, and everybody is told."""
         self._report(message)
-        self.event("fault", kind="write-error", message=message)
+        self.event("fault", kind=kind, message=message)
 
     def _report(self, message: str) -> None:
         print(f"gradus: {message}", flush=True)
