@@ -67,15 +67,16 @@ def check_precision(folder: Path, precision: str, compile: bool) -> None:
     print(f"{precision}, compile {compile}: {figures}", flush=True)
 
 
-def check_resume(folder: Path) -> None:
-    changes = {**GPT, **TEXT, **ADAMW, "deterministic": True, "plan": {"compile": False}}
+def check_resume(folder: Path, optimizer: str, precision: str) -> None:
+    plan = {"compile": False, "precision": precision}
+    changes = {**GPT, **TEXT, "optimizer": {"use": optimizer, "lr": 1e-3}, "deterministic": True, "plan": plan}
     undisturbed = finished(live_run(folder, **changes))
     first = live_run(folder, **changes)
     first.stop.look_every_seconds = 0.0
     schedule = first.schedule
 
     def watched(position: int) -> float:
-        if position == 9:
+        if first.state.step == 9:
             request_stop(first.run, "check")
         return schedule(position)
 
@@ -85,9 +86,7 @@ def check_resume(folder: Path) -> None:
     assert first.state.step < 30, first.state.step
     rows = finished(live_run(folder, attempt=2, run=first.run, **changes))
     assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
-    print(
-        f"stopped at step {first.state.step} and resumed: {len(rows)} losses bit for bit those of the undisturbed run"
-    )
+    print(f"{optimizer}, {precision}: stopped at step {first.state.step} and resumed: {len(rows)} losses bit for bit")
 
 
 def main() -> None:
@@ -102,7 +101,8 @@ def main() -> None:
         check_no_step_waits(folder, "simple-cnn with loader workers", **CNN, plan={"compile": False})
         for precision, compile in (("fp32", False), ("tf32", False), ("bf16", True), ("fp16", False)):
             check_precision(folder, precision, compile)
-        check_resume(folder)
+        for optimizer, precision in (("adamw", "bf16"), ("lamb", "fp16"), ("lars", "fp16"), ("adadelta", "fp32")):
+            check_resume(folder, optimizer, precision)
     print("all checks passed")
 
 

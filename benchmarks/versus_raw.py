@@ -263,6 +263,7 @@ def contest(work: Work, folder: Path, segments: int) -> tuple[list[float], list[
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", default="", help="contests whose title has this in it")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".md"))
     parsed = parser.parse_args()
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
@@ -274,7 +275,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        for work in works(parsed.small, Path(folder)):
+        for work in (w for w in works(parsed.small, Path(folder)) if parsed.only in w.title):
             print(work.title, flush=True)
             raw, ours = contest(work, Path(folder), 2 if parsed.small else SEGMENTS)
             ratio = statistics.median(ours) / statistics.median(raw)

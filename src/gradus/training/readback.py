@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,14 +49,31 @@ class PendingNumbers:
         )
 
 
-def start_readback(**numbers: Tensor | None) -> PendingNumbers:
-    """Send the numbers of this step on their way, those that there are, without waiting for them."""
-    known = {name: value for name, value in numbers.items() if value is not None}
-    values = torch.stack(list(known.values()))
-    if values.device.type != "cuda":
-        return PendingNumbers(list(known), values, None, time.monotonic())
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-    return PendingNumbers(list(known), host, copied, time.monotonic())
+class Readback:
+    """Sends the numbers of steps to the host. At most two steps may be on their way at a time."""
+
+    _SLOTS = 3  # one more than are on their way: pinned memory is made once, not at every step
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._slots: dict[tuple[int, torch.dtype], Iterator[tuple[Tensor, torch.cuda.Event]]] = {}
+
+    def start(self, **numbers: Tensor | None) -> PendingNumbers:
+        """Send the numbers of this step on their way, those that there are, without waiting for them."""
+        known = {name: value for name, value in numbers.items() if value is not None}
+        values = torch.stack(list(known.values()))
+        if not self._on_gpu:
+            return PendingNumbers(list(known), values, None, time.monotonic())
+        host, copied = next(self._slots_for(values))
+        host.copy_(values, non_blocking=True)
+        copied.record()
+        return PendingNumbers(list(known), host, copied, time.monotonic())
+
+    def _slots_for(self, values: Tensor) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
+        key = (values.numel(), values.dtype)
+        if key not in self._slots:
+            self._slots[key] = itertools.cycle(
+                (torch.empty(key[0], dtype=key[1], pin_memory=True), torch.cuda.Event())  # type: ignore[no-untyped-call]
+                for _ in range(self._SLOTS)
+            )
+        return self._slots[key]

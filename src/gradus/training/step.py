@@ -16,7 +16,7 @@ from gradus.training.loss_scaling import LossScale, step_unless
 from gradus.training.objective import Losses, Objective
 from gradus.training.precision import Numbers
 from gradus.training.randomness import seed_for_micro_batch
-from gradus.training.readback import PendingNumbers, start_readback
+from gradus.training.readback import PendingNumbers, Readback
 
 
 class TrainingStep:
@@ -43,6 +43,7 @@ class TrainingStep:
         self._accumulate = accumulate
         self._clip = clip
         self._seed = seed
+        self._readback = Readback(world.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
     def run(self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure_norm: bool) -> PendingNumbers:
@@ -69,7 +70,7 @@ class TrainingStep:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return start_readback(
+        return self._readback.start(
             loss_sum=loss_sum,
             count=count,
             grad_norm=grad_norm,
@@ -98,39 +99,42 @@ class TrainingStep:
         last forward pass, so gradients are first divided by what the first micro-batch lets expect, which keeps them in
         the range of fp16, and then corrected. Without accumulation that is already exact.
         """
-        world, totals, expected = self._world, None, None
         for index in range(self._accumulate):
             micro = next(micro_batches)
             with reducing_gradients(self.model, reduce=index == self._accumulate - 1):
                 losses = self._forward(micro, step)
-                sums = _summable(losses, world)
-                totals = sums if totals is None else totals + sums
-                if expected is None:
-                    # With one micro-batch this sum is the final one, and no other collective is needed.
-                    totals_of_first = world.sum_(totals.clone()) if world.size > 1 else totals
-                    # DDP averages over ranks, but the loss is a sum over them: hence the number of ranks.
-                    share = self._accumulate / world.size
-                    expected = (totals_of_first[1] if share == 1 else totals_of_first[1] * share).clamp(min=share)
+                if index == 0:
+                    loss_sum, count = losses.loss_sum.detach(), losses.count
+                    if self._accumulate > 1:  # what is added up and divided below must not lose digits
+                        loss_sum, count = loss_sum.double(), count.double()
+                    totals = self._over_ranks(loss_sum, count)
+                    expected = self._expected_share(totals[1])
+                else:
+                    loss_sum, count = loss_sum + losses.loss_sum.detach(), count + losses.count
                 scaled = losses.loss_sum / expected.to(losses.loss_sum.dtype)
                 if self.loss_scale is not None:
                     scaled = scaled * self.loss_scale.scale
                 scaled.backward()  # type: ignore[no-untyped-call]
-        assert totals is not None
-        assert expected is not None
         if self._accumulate == 1:
-            return totals_of_first[0], totals_of_first[1], None
-        totals = world.sum_(totals)
-        correction = (expected * world.size / totals[1].clamp(min=1)).to(losses.loss_sum.dtype)
-        return totals[0], totals[1], correction
+            return (*totals, None)
+        totals = self._over_ranks(loss_sum, count)
+        correction = expected * self._world.size / totals[1].clamp(min=1)
+        return (*totals, correction.to(losses.loss_sum.dtype))
+
+    def _over_ranks(self, loss_sum: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Both summed over all ranks, in one collective and in float64."""
+        if self._world.size == 1:
+            return loss_sum, count
+        sums = self._world.sum_(torch.stack([loss_sum, count]).double())
+        return sums[0], sums[1]
+
+    def _expected_share(self, count_of_first: Tensor) -> Tensor:
+        """What a rank divides its losses by: the expected count of the step over the ranks, because DDP averages."""
+        share = self._accumulate / self._world.size
+        return (count_of_first if share == 1 else count_of_first * share).clamp(min=share)
 
     def _forward(self, micro: MicroBatch, step: int) -> Losses:
         seed_for_micro_batch(self._seed, step, micro.position, self._world.device)
         padding = micro.samples == 0
         with muted_batch_norm(self.model, padding), self._numbers.computing(self._world.device):
             return self._objective(self.model, micro.inputs, micro.samples)
-
-
-def _summable(losses: Losses, world: World) -> Tensor:
-    """Loss sum and count in one tensor, in float64 where many of them are to be added up."""
-    sums = torch.stack([losses.loss_sum.detach(), losses.count])
-    return sums.double() if world.size > 1 else sums
