@@ -6,8 +6,8 @@ INSTALLED := .venv/.installed
 .PHONY: run test test-slow lint install clean
 
 run: install
-	$(BIN)/gradus train recipes/quickstart.yaml --nproc $$($(BIN)/python -c \
-	  "from gradus import Cluster; here = Cluster.detect(); print(here.gpus_per_node or min(2, here.cpu_cores))")
+	$(BIN)/gradus train recipes/quickstart.yaml $$($(BIN)/python -c "from gradus import Cluster; \
+	  here = Cluster.detect(); print('' if here.gpus_per_node else f'--nproc {min(2, here.cpu_cores)}')")
 
 test: install
 	$(BIN)/python -m pytest -m "not slow"

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from gradus.parallel.batch_norm import SharedBatchNorm, muted_batch_norm, share_batch_norm
+from gradus.parallel.replicate import replicated
 from gradus.parallel.world import World
+from gradus.schema.errors import InputError
 
 CHANNELS = 3
 STEPS = 3
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """As in timm: normalisation and activation in one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
 
 
 def layer(dims: int, has_bias: bool = True, **options: Any) -> nn.Module:
@@ -52,8 +61,9 @@ def shared_by_ranks(
     world: World, dims: int, sizes: list[int], options: dict[str, Any], muted_rank: int | None = None, bias: bool = True
 ) -> dict[str, Any]:
     """Each rank has its slice of the joined batch; a muted one has a sample of its own that must not count."""
-    model = share_batch_norm(nn.Sequential(layer(dims, bias, **options)), world.device)
-    assert isinstance(model[0], SharedBatchNorm)  # type: ignore[index]
+    model = nn.Sequential(layer(dims, bias, **options))
+    share_batch_norm(model, world.device, some_rank_may_pad=muted_rank is not None)
+    assert isinstance(model[0], SharedBatchNorm)
     first = sum(sizes[: world.rank])
     muted = world.rank == muted_rank
     steps = []
@@ -71,7 +81,8 @@ def shared_by_ranks(
 
 def one_value_per_channel(world: World, sizes: list[int]) -> str:
     """What happens when all ranks together have a single value."""
-    model = share_batch_norm(nn.Sequential(layer(2)), world.device)
+    model = nn.Sequential(layer(2))
+    share_batch_norm(model, world.device, some_rank_may_pad=True)
     before = state(model)
     muted = sizes[world.rank] == 0
     try:
@@ -81,3 +92,13 @@ def one_value_per_channel(world: World, sizes: list[int]) -> str:
         assert all(torch.equal(value, before[name]) for name, value in state(model).items())
         return str(error)
     return "no error"
+
+
+def refusal(world: World) -> tuple[str, str | None]:
+    """What a model is told whose BatchNorm has a forward of its own."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"act": BatchNormAct(3)}))
+    try:
+        replicated(model, world, 25, some_rank_may_pad=False)
+    except InputError as error:
+        return str(error), error.hint
+    return "no error", None

@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {
         "model": {"use": "gpt", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "context": 32},
         "data": {"use": "stdlib-text", "max_bytes": 200_000},
+        "batch": 24,  # so that it can be split over 4 ranks and 2 accumulation steps
         "optimizer": {"use": "adamw", "lr": 3e-3, "warmup": 5, "decay": "cosine", "weight_decay": 0.1, "clip": 1.0},
     },
     "simple-cnn": {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradus.checkpoint.state import collect, restore
+from gradus.checkpoint.state import collect, restore_model, restore_optimizer
 from gradus.checkpoint.store import CheckpointStore
 from gradus.models import catalogue
 from gradus.schema.errors import InputError
@@ -17,19 +17,25 @@ from gradus.schema.recipe import OptimizerBlock
 from gradus.training.optimizers import build_optimizer
 
 
+def restore_all(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Any, numbers: Any) -> None:
+    restore_model(model, tensors)
+    restore_optimizer(model, optimizer, tensors, numbers, groups=True)
+
+
 class Counting(torch.optim.Optimizer):
-    """Keeps a plain number for each parameter, as some optimizers do."""
+    """Keeps plain numbers for each parameter and in its parameter groups, as some optimizers do."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, {"lr": lr, "calls": 0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
+            group["calls"] += 1
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["steps"] = state.get("steps", 0) + 1
-                parameter.sub_(parameter.grad * group["lr"] / state["steps"])
+                parameter.sub_(parameter.grad * group["lr"] / (state["steps"] + group["calls"]))
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -88,7 +94,7 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
 
     other, other_optimizer = fresh(OPTIMIZERS[name], seed=2)
     opened = store.open(4)
-    restore(other, other_optimizer, opened.tensors(), opened.state["optimizer"])
+    restore_all(other, other_optimizer, opened.tensors(), opened.state["optimizer"])
     train(other, other_optimizer, 4, 9)
     for key, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[key], value), key
@@ -107,7 +113,7 @@ def test_without_its_optimizer_state_the_run_would_go_on_differently(tmp_path: P
     tensors = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("model.")}
     train(model, optimizer, 4, 9)
     other, other_optimizer = fresh(OPTIMIZERS["adamw"], seed=2)
-    restore(other, other_optimizer, tensors, numbers)
+    restore_all(other, other_optimizer, tensors, numbers)
     train(other, other_optimizer, 4, 9)
     assert not torch.equal(other.inner[0].weight, model.inner[0].weight)  # type: ignore[union-attr,index]
 
@@ -126,7 +132,7 @@ def test_a_tied_parameter_is_saved_once_and_stays_tied() -> None:
     block = OptimizerBlock(use="adamw", lr=0.1)
     tensors, numbers = collect(model, build_optimizer(model, block))
     assert sum(name.endswith(("token.weight", "output.weight")) for name in tensors) == 1
-    restore(other, build_optimizer(other, block), tensors, numbers)
+    restore_all(other, build_optimizer(other, block), tensors, numbers)
     assert other.head.output.weight is other.embedding.token.weight  # type: ignore[union-attr]
     assert torch.equal(other.head.output.weight, model.head.output.weight)  # type: ignore[union-attr,arg-type]
 
@@ -148,7 +154,7 @@ def test_state_keeps_the_memory_layout_of_its_parameter() -> None:
     optimizer.step()
     tensors, numbers = collect(model, optimizer)
     saved = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    restore(model, optimizer, saved, numbers)
+    restore_all(model, optimizer, saved, numbers)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
     assert optimizer.state[model.weight]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
 
@@ -158,7 +164,7 @@ def other_model(model: nn.Module) -> str:
     model_there, optimizer_there = fresh(OPTIMIZERS["sgd"], seed=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(InputError) as caught:
-        restore(
+        restore_all(
             model, build_optimizer(model, OptimizerBlock(use="sgd", lr=0.1)), *collect(model_there, optimizer_there)
         )
     assert caught.value.details["field"] == "model"

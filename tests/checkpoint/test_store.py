@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,7 @@ def test_saving_leaves_what_is_saved_alone(store: CheckpointStore) -> None:
 def test_a_run_without_checkpoints_has_none(store: CheckpointStore) -> None:
     assert store.steps() == []
     assert store.newest() == (None, [])
-    store.prune(1)
+    store.prune(0, keep=1)
 
 
 def test_steps_are_in_order_of_number_also_beyond_eight_digits(store: CheckpointStore) -> None:
@@ -236,15 +238,45 @@ def test_a_checkpoint_of_another_format_is_refused(two: CheckpointStore, monkeyp
 def test_prune_keeps_the_newest_and_the_best(store: CheckpointStore) -> None:
     for step in (1, 2, 3, 4, 5):
         store.save(step, tensors(), STATE)
-    store.prune(2, also_keep=2)
+    store.prune(5, keep=2, also_keep=2)
     assert store.steps() == [2, 4, 5]
-    store.prune(2, also_keep=99)
+    store.prune(5, keep=2, also_keep=99)
     assert store.steps() == [4, 5]
-    store.prune(7)
+    store.prune(5, keep=7)
     assert store.steps() == [4, 5]
-    store.prune(1)
+    store.prune(5, keep=1)
     assert store.steps() == [5]
     assert not store.path(4).exists()
+
+
+def test_prune_never_keeps_a_damaged_one_in_place_of_a_good_one(store: CheckpointStore) -> None:
+    """10 was found damaged and passed over: the run went on from 5, and 6 is the newest that can be trusted."""
+    for step in (5, 10, 6):
+        store.save(step, tensors(), STATE)
+    (store.path(10) / TENSORS).write_bytes(b"damaged")
+    store.prune(6, keep=1)
+    assert store.steps() == [6]
+    newest, damaged = store.newest()
+    assert newest is not None
+    assert (newest.step, damaged) == (6, [])
+
+
+def test_a_disk_that_is_full_is_an_os_error_and_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    """Run where files may not grow beyond a limit: safetensors has an error class of its own for that."""
+    script = f"""
+import resource, torch
+from pathlib import Path
+from gradus.checkpoint.store import CheckpointStore
+store = CheckpointStore(Path({str(tmp_path)!r}))
+store.save(1, {{"w": torch.ones(10)}}, {{}})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    store.save(2, {{"w": torch.ones(1_000_000)}}, {{}})
+except OSError as error:
+    print("refused", store.steps(), store.path(2).exists())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[0] == "refused [1] False", done.stderr
 
 
 def test_a_checkpoint_that_is_half_deleted_does_not_count(
@@ -255,7 +287,7 @@ def test_a_checkpoint_that_is_half_deleted_does_not_count(
 
     monkeypatch.setattr(shutil, "rmtree", interrupted)
     with pytest.raises(Killed):
-        two.prune(1)
+        two.prune(20, keep=1)
     assert two.steps() == [20]
 
 

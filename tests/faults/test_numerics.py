@@ -10,7 +10,13 @@ from gradus.schema.errors import EXIT_DO_NOT_RESTART
 
 def test_it_names_the_step_the_last_good_one_the_checkpoint_and_the_samples() -> None:
     error = not_a_number(
-        what="loss", value=math.nan, step=8, positions=range(28, 32), indices=[5, 9, 2, 7], saved_step=6
+        what="loss",
+        value=math.nan,
+        step=8,
+        last_good_step=7,
+        positions=range(28, 32),
+        indices=[5, 9, 2, 7],
+        saved_step=6,
     )
     assert error.exit_code == EXIT_DO_NOT_RESTART
     assert error.message == (
@@ -24,7 +30,13 @@ def test_it_names_the_step_the_last_good_one_the_checkpoint_and_the_samples() ->
 def test_of_many_samples_a_few_are_shown_and_all_are_recorded() -> None:
     count = SHOWN_SAMPLES + 8
     error = not_a_number(
-        what="loss", value=math.inf, step=1, positions=range(count), indices=list(range(count)), saved_step=None
+        what="loss",
+        value=math.inf,
+        step=1,
+        last_good_step=0,
+        positions=range(count),
+        indices=list(range(count)),
+        saved_step=None,
     )
     assert "(8 more)" in error.message
     assert "there is no checkpoint yet" in error.message

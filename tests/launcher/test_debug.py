@@ -27,6 +27,21 @@ def test_debug_trains_in_the_process_of_the_command_and_stops_on_request(gradus)
     assert status(run)["state"] == "stopped"
 
 
+def test_debug_has_the_environment_of_a_deterministic_rank(gradus):
+    (gradus.folder / "shows.py").write_text(
+        "import os\nfrom own import Model\n"
+        "class Shows(Model):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        print('cuBLAS', os.environ.get('CUBLAS_WORKSPACE_CONFIG'))\n"
+    )
+    for deterministic, expected in ((True, "cuBLAS :4096:8"), (False, "cuBLAS None")):
+        recipe = gradus.recipe(steps=1, deterministic=deterministic, model={"use": "shows.py:Shows"})
+        done = gradus("train", recipe, "--debug", PYTHONPATH=str(gradus.folder))
+        assert done.code == 0, done.err
+        assert expected in done.out
+
+
 def test_debug_shows_the_traceback_of_a_model_that_raises(gradus):
     done = gradus("train", gradus.recipe(), "--debug", "--run-id", "debug-raises", RAISE_ON_RANK="0")
     assert done.code == 1

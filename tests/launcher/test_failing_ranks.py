@@ -48,6 +48,36 @@ def test_a_rank_that_raises_shows_its_own_error_and_not_its_peers(gradus):
     assert (end["state"], end["exit_code"], end["error"]["rank"]) == ("failed", 1, 1)
 
 
+FAILS_LATE = """
+import atexit, os, time
+from pathlib import Path
+from own import Model
+
+def leave():
+    while not Path(os.environ["OUTCOME"]).exists():
+        time.sleep(0.05)
+    os._exit(7)
+
+class Late(Model):
+    def __init__(self):
+        super().__init__()
+        if os.environ["RANK"] == "1":
+            atexit.register(leave)
+"""
+
+
+def test_a_rank_that_fails_after_rank_0_has_finished_is_a_failure(gradus):
+    (gradus.folder / "late.py").write_text(FAILS_LATE)
+    recipe, run = gradus.recipe(model={"use": "late.py:Late"}), gradus.run("late")
+    variables = {"OUTCOME": str(run / "control" / "outcome-1.json"), "PYTHONPATH": str(gradus.folder)}
+    done = gradus("train", recipe, "--nproc", "2", "--run-id", "late", "--json", **variables)
+    assert done.code == 1
+    assert (done.json["state"], done.json["exit_code"], done.json["step"]) == ("failed", 1, 6)
+    assert done.json["error"]["rank"] == 1
+    assert "left with exit code 7" in done.json["error"]["message"]
+    assert status(run)["state"] == "failed"
+
+
 def test_killing_the_launcher_takes_the_ranks_along(gradus):
     recipe = gradus.recipe(steps=200)
     run = gradus.run("orphans")

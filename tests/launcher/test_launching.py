@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from gradus_command import Gradus, events, rank_processes, status, wait_until
+from gradus_command import RECIPE, Gradus, events, rank_processes, status, wait_until
 
 import gradus as package
+from gradus.launcher import local
+from gradus.launcher.attempt import Launch
 from gradus.launcher.following import Following, Signals
-from gradus.launcher.torchrun import death_in_log, kill_left_over
+from gradus.launcher.torchrun import death_in_log, free_port, kill_left_over, port_taken_in_log
 from gradus.record.directory import RunDirectory
+from gradus.record.outcome import write_outcome
+from gradus.record.status import Status, write_status
 from gradus.schema.errors import InputError
 
 
@@ -69,7 +75,7 @@ def test_a_stop_request_that_cannot_be_written_is_tried_again(tmp_path: Path):
     signals.answer()
     assert run.stop_file.exists()
     assert len(said) == 2
-    assert said[1].startswith("stopping")
+    assert said[1] == "stopping: the run saves after a few more steps (Ctrl-C again ends it at once)"
 
 
 def test_only_ranks_of_this_attempt_are_left_over(tmp_path: Path):
@@ -84,6 +90,68 @@ def test_only_ranks_of_this_attempt_are_left_over(tmp_path: Path):
     finally:
         next_attempt.kill()
         next_attempt.wait()
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield int(taken.getsockname()[1])
+
+
+def test_ranks_whose_port_was_taken_meanwhile_are_started_once_more(gradus: Gradus, monkeypatch, taken_port):
+    ports = iter([taken_port, free_port()])
+    monkeypatch.setattr(local, "free_port", lambda: next(ports))
+    recipe = package.Recipe.load(gradus.folder / gradus.recipe(steps=3))
+    result = package.train(recipe, nproc=1, runs=gradus.runs, run_id="port", quiet=True)
+    assert (result.state, result.exit_code, result.step) == ("finished", 0, 3)
+
+
+def test_ranks_are_started_once_more_and_not_for_ever(gradus: Gradus, monkeypatch, taken_port):
+    ports = iter([taken_port, taken_port])
+    monkeypatch.setattr(local, "free_port", lambda: next(ports))
+    recipe = package.Recipe.load(gradus.folder / gradus.recipe(steps=3))
+    result = package.train(recipe, nproc=1, runs=gradus.runs, run_id="ports", quiet=True)
+    assert (result.state, result.exit_code) == ("failed", 1)
+    assert result.error is not None
+    assert result.error["kind"] == "launch-failed"
+
+
+def test_a_rank_that_cannot_have_an_address_is_no_reason_to_start_again():
+    message = "name: EADDRINUSE, message: address already in use\n"
+    assert port_taken_in_log(message)
+    assert not port_taken_in_log(message + TABLE.format(code=1))
+
+
+@pytest.mark.parametrize("state", ["finished", "stopped"])
+@pytest.mark.parametrize(
+    ("return_code", "at_once", "log", "failure"),
+    [
+        (0, False, "", None),
+        (1, False, "TABLE", "rank 3 on node8 was killed by SIGKILL"),
+        (1, False, "", "the ranks left with exit code 1 after rank 0 had"),
+        (1, True, "", None),  # a second Ctrl-C when all was done already
+    ],
+)
+def test_an_ending_counts_only_if_all_ranks_left_well(tmp_path, state, return_code, at_once, log, failure):
+    run = RunDirectory.create(tmp_path, "own")
+    launch = Launch(run, run.new_attempt(), package.Recipe.from_document(RECIPE), 2, 2)
+    ending = {"state": state, "exit_code": 75 if state == "stopped" else 0, "step": 6, "loss": 0.5, "reason": None}
+    write_outcome(run, launch.attempt, ending)
+    write_status(run, Status(state, 6, attempt=launch.attempt))
+    path = run.log_path(launch.attempt, socket.gethostname())
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(log and TABLE.format(code=-9))
+    result = local.result_of(launch, return_code, at_once)
+    assert (result.step, result.loss) == (6, 0.5)
+    if failure is None:
+        assert (result.state, result.exit_code, result.error) == (state, ending["exit_code"], None)
+    else:
+        assert (result.state, result.exit_code) == ("failed", 1)
+        assert result.error is not None
+        assert result.error["message"].startswith(failure)
+    assert status(run.path)["state"] == result.state
 
 
 TABLE = """\

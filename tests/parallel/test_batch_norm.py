@@ -6,12 +6,28 @@ from typing import Any
 
 import pytest
 import torch
-from batch_norm_cases import STEPS, joined, layer, one_value_per_channel, results, shared_by_ranks, state
+import torch.distributed as dist
+from batch_norm_cases import (
+    STEPS,
+    BatchNormAct,
+    joined,
+    layer,
+    one_value_per_channel,
+    refusal,
+    results,
+    shared_by_ranks,
+    state,
+)
 from pool import Pool
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gradus.models import catalogue
-from gradus.parallel.batch_norm import SharedBatchNorm, has_batch_norm, share_batch_norm
+from gradus.parallel.batch_norm import SharedBatchNorm, has_batch_norm, muted_batch_norm, share_batch_norm
+from gradus.parallel.replicate import replicated
+from gradus.parallel.world import alone
+from gradus.schema.errors import InputError
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
@@ -91,23 +107,85 @@ def test_every_layer_of_a_model_is_replaced_and_keeps_its_parameters() -> None:
     model = catalogue.build("resnet18", {"classes": 10, "small_input": True})
     names, parameters = list(model.state_dict()), [id(p) for p in model.parameters()]
     count = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    shared = share_batch_norm(model, CPU)
-    assert sum(isinstance(module, SharedBatchNorm) for module in shared.modules()) == count
-    assert not any(isinstance(module, nn.BatchNorm2d) for module in shared.modules())
-    assert list(shared.state_dict()) == names
-    assert [id(p) for p in shared.parameters()] == parameters
-    assert not any(tensor.is_meta for tensor in shared.state_dict().values())
+    share_batch_norm(model, CPU, some_rank_may_pad=False)
+    assert sum(isinstance(module, SharedBatchNorm) for module in model.modules()) == count
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    assert list(model.state_dict()) == names
+    assert [id(p) for p in model.parameters()] == parameters
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
 
-def test_a_model_that_is_itself_a_batch_norm_is_replaced() -> None:
-    assert isinstance(share_batch_norm(nn.BatchNorm1d(3), CPU), SharedBatchNorm)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+@pytest.mark.parametrize(
+    ("device", "some_rank_may_pad", "expected"),
+    [
+        ("cpu", False, SharedBatchNorm),
+        ("cpu", True, SharedBatchNorm),
+        ("cuda", False, nn.SyncBatchNorm),  # faster
+        ("cuda", True, SharedBatchNorm),  # the other one cannot be muted
+    ],
+)
+def test_the_kind_of_layer_follows_from_the_device_and_from_padding(
+    kind: Any, device: str, some_rank_may_pad: bool, expected: type[nn.Module]
+) -> None:
+    norm = kind(3)
+    share_batch_norm(norm, torch.device(device), some_rank_may_pad=some_rank_may_pad)
+    assert type(norm) is expected
 
 
-def test_a_layer_that_is_used_twice_stays_one_layer() -> None:
-    norm = nn.BatchNorm1d(3)
-    shared = share_batch_norm(nn.ModuleDict({"here": norm, "there": nn.Sequential(norm)}), CPU)
-    assert isinstance(shared.here, SharedBatchNorm)
-    assert shared.there[0] is shared.here  # type: ignore[index]
+def test_a_batch_norm_with_a_forward_of_its_own_is_refused(pool: Pool) -> None:
+    for message, hint in pool.run(2, refusal):
+        assert "layer 1.act is a batch_norm_cases.BatchNormAct" in message
+        assert "local batch" in message
+        assert hint is not None
+        assert "one rank" in hint
+
+
+def test_one_rank_takes_it_as_it_is() -> None:
+    model = nn.Sequential(BatchNormAct(3))
+    assert replicated(model, alone(CPU), 25, some_rank_may_pad=False) is model
+    assert type(model[0]) is BatchNormAct
+
+
+def test_a_lazy_batch_norm_is_refused_until_it_has_seen_an_input() -> None:
+    model = nn.Sequential(nn.LazyBatchNorm1d())
+    with pytest.raises(InputError, match=r"layer 0 is a .*LazyBatchNorm1d") as caught:
+        share_batch_norm(model, CPU, some_rank_may_pad=False)
+    assert "num_features" in (caught.value.hint or "")
+    model(torch.randn(4, 3))
+    share_batch_norm(model, CPU, some_rank_may_pad=False)
+    assert type(model[0]) is SharedBatchNorm
+
+
+def test_instance_norm_and_hooks_stay() -> None:
+    model = nn.Sequential(nn.InstanceNorm1d(3), nn.BatchNorm1d(3))
+    model[1].register_forward_hook(lambda module, inputs, output: output + 100)
+    share_batch_norm(model, CPU, some_rank_may_pad=False)
+    assert type(model[0]) is nn.InstanceNorm1d
+    model.eval()
+    assert (model(torch.randn(4, 3, 5)) > 50).all()
+
+
+class NoWaiting(TorchFunctionMode):
+    """Refuses what brings a number from the host to the device, or the other way, by a copy that waits."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = {"new_tensor", "tensor", "as_tensor", "item", "tolist", "cpu", "__bool__", "__float__", "__int__"}
+        assert func.__name__ not in copies, f"{func.__name__} makes the host wait"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_on_a_device_the_host_does_not_wait(momentum: float | None) -> None:
+    """Tensors without data stand in for a GPU: what would have to look at a value fails."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = nn.BatchNorm1d(3, momentum=momentum, device="meta")
+        share_batch_norm(model, torch.device("cuda"), some_rank_may_pad=True)
+        with NoWaiting(), muted_batch_norm(model, True):
+            model(torch.empty(4, 3, device="meta", requires_grad=True)).sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_models_with_batch_norm_are_told_from_those_without() -> None:

@@ -150,8 +150,57 @@ def test_a_mesh_of_another_size_than_the_ranks_is_refused_before_the_batch_is_bl
 
 def test_the_number_of_ranks_is_the_mesh_else_the_gpus_else_one():
     assert default_world_size(recipe(), CPU) == 1
-    assert default_world_size(recipe(), gpus(4, [8, 0], nodes=2)) == 8
+    assert default_world_size(recipe(16), gpus(4, [8, 0], nodes=2)) == 8
     assert default_world_size(recipe(plan={"mesh": {"replicate": 3}}), gpus(4, [8, 0])) == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "plan", "ranks", "reason"),
+    [
+        (1, 32, {}, 1, "one rank"),
+        (3, 32, {}, 2, "2 of 3 GPUs: batch 32 cannot be split evenly over 3 ranks"),
+        (4, 32, {}, 4, "4 ranks, each with the whole model"),
+        (5, 32, {}, 4, "4 of 5 GPUs: batch 32 cannot be split evenly over 5 ranks"),
+        (6, 32, {}, 4, "4 of 6 GPUs: batch 32 cannot be split evenly over 5 or 6 ranks"),
+        (7, 32, {}, 4, "4 of 7 GPUs: batch 32 cannot be split evenly over 5 to 7 ranks"),
+        (8, 3, {}, 3, "3 of 8 GPUs: batch 3 cannot be split evenly over 4 to 8 ranks"),
+        (8, 32, {"micro_batch": 8}, 4, "4 of 8 GPUs: batch 32, micro_batch 8 cannot be split evenly over 5 to 8 ranks"),
+        (2, 32, {"micro_batch": 16, "accumulate": 2}, 1, None),
+    ],
+)
+def test_by_default_as_many_gpus_work_as_can_share_the_batch(count, batch, plan, ranks, reason):
+    choice = default_plan(recipe(batch, plan), gpus(count, [8, 0]))
+    assert choice.plan.mesh == Mesh(replicate=ranks)
+    assert reason in (None, choice.reasons["mesh"])
+
+
+def test_a_number_of_ranks_that_somebody_asked_for_is_not_changed():
+    assert refusal(recipe(32), gpus(6, [8, 0]), 6).details["field"] == "batch"
+    assert default_plan(recipe(32), gpus(6, [8, 0]), 4).reasons["mesh"] == "4 ranks, each with the whole model"
+    with pytest.raises(InputError, match="batch"):
+        default_plan(recipe(32, {"mesh": {"replicate": 6}}), gpus(6, [8, 0]))
+
+
+IMAGES = {"data": {"use": "synthetic-images"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "plan", "channels_last"),
+    [
+        ("resnet18", gpus(1, [8, 0]), {}, True),
+        ("vit", gpus(1, [7, 0]), {}, True),
+        ("simple-cnn", gpus(1, [8, 0]), {"precision": "tf32"}, True),
+        ("simple-cnn", gpus(1, [8, 0]), {"precision": "fp32"}, False),
+        ("resnet18", CPU, {}, False),
+        ("gpt", gpus(1, [8, 0]), {}, False),
+        ("own.py:Net", gpus(1, [8, 0]), {}, False),
+        ("own.py:Net", gpus(1, [8, 0]), {"channels_last": True}, True),
+    ],
+)
+def test_only_reference_models_of_images_get_channels_last_unasked(model, cluster, plan, channels_last):
+    choice = default_plan(recipe(plan=plan, model={"use": model}, **IMAGES), cluster, 1)
+    assert choice.plan.channels_last == channels_last
+    assert choice.reasons["channels_last"]
 
 
 def test_the_checkpoint_interval_is_the_recipes():

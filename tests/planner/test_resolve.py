@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from gradus.planner.resolve import check_model_fits_data, resolved
+from gradus.data.source import open_source
+from gradus.planner.resolve import check_model_fits_data, data_options, resolved
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
 
@@ -27,6 +29,36 @@ def test_the_data_inherits_the_models_context_unless_it_has_its_own():
     assert resolved(recipe({"use": "gpt2-124m"})).data.options["context"] == 1024
     own = {"use": "synthetic-tokens", "context": 16}
     assert resolved(recipe({"use": "gpt", "context": 48}, own)).data.options["context"] == 16
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "expected"),
+    [
+        ({"use": "gpt", "vocabulary": 300}, {"use": "synthetic-tokens"}, {"context": 256, "vocabulary": 300}),
+        ({"use": "bert", "vocabulary": 300}, {"use": "tokens"}, {"context": 256, "vocabulary": 300}),
+        ({"use": "gpt", "vocabulary": 300}, {"use": "stdlib-text"}, {"context": 256}),
+        ({"use": "vit", "image": 16, "channels": 1}, {"use": "synthetic-images"}, {"size": 16, "channels": 1}),
+        ({"use": "resnet18", "image": 64}, {"use": "digits"}, {"size": 64, "channels": 3}),
+        ({"use": "resnet18"}, {"use": "digits"}, {"channels": 3}),
+        ({"use": "vit"}, {"use": "images"}, {"size": 32}),
+        ({"use": "mnist-cnn"}, {"use": "digits"}, {}),
+        ({"use": "vit"}, {"use": "digits", "size": 28, "channels": 1}, {"size": 28, "channels": 1}),
+        ({"use": "gpt"}, {"use": "synthetic-tokens", "vocabulary": 9}, {"context": 256, "vocabulary": 9}),
+        ({"use": "gpt"}, {"use": "tokens", "vocabulary": None}, {"context": 256, "vocabulary": None}),
+    ],
+)
+def test_the_data_inherits_what_the_recipe_does_not_say(tmp_path, model, data, expected):
+    path = {"path": str(tmp_path)} if data["use"] in ("tokens", "images") else {}
+    assert resolved(recipe(model, {**data, **path})).data.options == {**expected, **path}
+
+
+def test_a_token_beyond_the_models_vocabulary_is_refused_by_the_source(tmp_path):
+    np.arange(90, dtype=np.uint16).tofile(tmp_path / "text.bin")
+    data = {"use": "tokens", "path": str(tmp_path / "text.bin"), "validation": 0}
+    options = data_options(resolved(recipe({"use": "gpt", "context": 8, "vocabulary": 64}, data)))
+    with pytest.raises(InputError, match="the vocabulary is 64"):
+        source = open_source("tokens", options, "train", 1)
+        source.fetch(np.arange(len(source)))
 
 
 def test_resolving_twice_changes_nothing():

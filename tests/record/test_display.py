@@ -62,6 +62,15 @@ def test_validation_loss_and_samples_are_shown_where_there_are_some(run, clock):
     assert stream.getvalue() == "step 200/200  loss 0.025  validation loss 1.5  12 samples/s\n"
 
 
+def test_a_validation_loss_of_discarded_work_is_not_shown(run, clock):
+    stream = io.StringIO()
+    train(run, 200)
+    AppendLog(run.metrics_path).write({"step": 200, "attempt": 1, "validation_loss": 1.5})
+    train(run, 50, attempt=2)
+    Display(run, None, stream).close()
+    assert stream.getvalue() == "step 50  loss 0.1  41.2 k tok/s\n"
+
+
 def test_a_reader_that_went_away_silences_the_display_and_nothing_else(run):
     read_end, write_end = os.pipe()
     os.close(read_end)

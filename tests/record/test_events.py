@@ -1,6 +1,6 @@
 import re
 
-from gradus.record.events import EventWriter, read_events
+from gradus.record.events import EventWriter, Messages, read_events
 
 
 def test_events_of_all_writers_are_merged_on_time(run):
@@ -22,3 +22,12 @@ def test_later_times_come_later_whoever_wrote_them(run):
         '{"time": "2026-01-01T00:00:03.000+00:00", "event": "third"}\n'
     )
     assert [event["event"] for event in read_events(run)] == ["first", "second", "third"]
+
+
+def test_messages_that_cannot_be_read_now_come_with_a_later_poll(run):
+    messages, file = Messages(run, "rank-0"), run.events / "rank-0.jsonl"
+    file.mkdir()  # as good an OSError as a stale handle
+    assert messages.poll() == []
+    file.rmdir()
+    EventWriter(run, "rank-0").write("notice", message="hello")
+    assert messages.poll() == ["hello"]

@@ -66,3 +66,9 @@ def test_without_the_package_the_hint_says_how_to_get_it(run, monkeypatch):
     with pytest.raises(InputError) as refusal:
         export_tensorboard(run)
     assert "gradus[tensorboard]" in refusal.value.hint
+
+
+def test_metrics_that_cannot_be_read_are_told_and_not_exported_as_nothing(run):
+    run.metrics_path.mkdir()
+    with pytest.raises(InputError, match="cannot read"):
+        export_tensorboard(run)

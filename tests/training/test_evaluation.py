@@ -153,13 +153,17 @@ def noted(metric: str, values: list[float], **block: Any) -> Progress:
     return progress
 
 
+def ending(metric: str, values: list[float], **block: Any) -> str | None:
+    return noted(metric, values, **block).reason_to_end(EvaluateBlock(metric=metric, **block))
+
+
 def test_the_best_loss_is_the_lowest_and_the_best_accuracy_the_highest() -> None:
     values = [3.0, 1.0, 2.0]
     lowest, highest = noted("loss", values), noted("accuracy", values)
     assert (lowest.best, lowest.best_step, lowest.since_best) == (1.0, 20, 1)
     assert (highest.best, highest.best_step, highest.since_best) == (3.0, 10, 2)
     assert lowest.evaluated_step == 30
-    assert lowest.reached is None
+    assert lowest.reason_to_end(EvaluateBlock()) is None
 
 
 def test_an_equal_value_is_no_improvement() -> None:
@@ -167,17 +171,17 @@ def test_an_equal_value_is_no_improvement() -> None:
 
 
 def test_a_target_is_reached_from_the_right_side() -> None:
-    assert noted("loss", [3.0, 2.5], target=2.0).reached is None
-    assert noted("loss", [3.0, 2.0], target=2.0).reached == "validation loss 2 reached the target 2 at step 20"
-    assert noted("accuracy", [0.5, 0.8], target=0.9).reached is None
-    assert "at step 20" in str(noted("accuracy", [0.5, 0.93], target=0.9).reached)
+    assert ending("loss", [3.0, 2.5], target=2.0) is None
+    assert ending("loss", [3.0, 2.0], target=2.0) == "validation loss 2 reached the target 2 at step 20"
+    assert ending("accuracy", [0.5, 0.8], target=0.9) is None
+    assert "at step 20" in str(ending("accuracy", [0.5, 0.93], target=0.9))
 
 
 def test_training_ends_when_it_no_longer_improves() -> None:
-    assert noted("loss", [3.0, 2.0, 2.5], stop_after=2).reached is None
-    assert noted("loss", [3.0, 2.0, 2.5, 1.9, 2.0], stop_after=2).reached is None
-    found = noted("loss", [3.0, 2.0, 2.5, 2.0], stop_after=2)
-    assert found.reached == "validation loss has not improved on 2 (step 20) in 2 evaluations"
+    assert ending("loss", [3.0, 2.0, 2.5], stop_after=2) is None
+    assert ending("loss", [3.0, 2.0, 2.5, 1.9, 2.0], stop_after=2) is None
+    found = ending("loss", [3.0, 2.0, 2.5, 2.0], stop_after=2)
+    assert found == "validation loss has not improved on 2 (step 20) in 2 evaluations"
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
@@ -186,10 +190,38 @@ def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
 
 
 def test_training_ends_when_there_never_is_a_number() -> None:
-    found = noted("loss", [math.nan, math.nan], stop_after=2)
-    assert found.reached == "validation loss has not been a number in 2 evaluations"
+    found = ending("loss", [math.nan, math.nan], stop_after=2)
+    assert found == "validation loss has not been a number in 2 evaluations"
 
 
 def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
     with pytest.raises(InputError, match=r"unknown metric 'acuracy'; did you mean 'accuracy'"):
         Progress().note(1, {"loss": 1.0, "accuracy": 0.5}, EvaluateBlock(metric="acuracy"))
+
+
+def test_an_own_metric_is_better_higher_unless_the_recipe_says_lower() -> None:
+    assert noted("perplexity", [50.0, 20.0]).best == 50.0
+    assert noted("perplexity", [50.0, 20.0], better="lower").best == 20.0
+    assert ending("perplexity", [50.0], target=10.0, better="lower") is None
+    assert "reached the target 10" in str(ending("perplexity", [9.0], target=10.0, better="lower"))
+
+
+def test_what_was_reached_counts_only_as_long_as_the_recipe_asks_for_it() -> None:
+    progress = noted("loss", [1.0], target=2.0)
+    assert progress.reason_to_end(EvaluateBlock(target=2.0))
+    assert progress.reason_to_end(EvaluateBlock()) is None
+    assert progress.reason_to_end(EvaluateBlock(metric="accuracy", target=0.1)) is None
+
+
+def test_another_metric_starts_without_a_best_value() -> None:
+    progress = noted("loss", [1.0, 2.0])
+    progress.note(30, {"loss": 1.0, "accuracy": 0.2}, EvaluateBlock(metric="accuracy"))
+    assert (progress.best, progress.best_step, progress.since_best) == (0.2, 30, 0)
+
+
+def test_parts_that_are_frozen_in_evaluation_mode_stay_so(tmp_path: Path) -> None:
+    model = classifier().train()
+    model.register_module("frozen", nn.Dropout(0.5).eval())
+    evaluated(model, Points(8), 4, tmp_path)
+    assert model.training
+    assert not model.get_submodule("frozen").training

@@ -27,14 +27,12 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
                     "hold; allowed: tensors, numbers and text",
                     field="optimizer.use",
                 )
-    return tensors, numbers
+    return tensors, {"parameters": numbers, "groups": [_group_numbers(group) for group in optimizer.param_groups]}
 
 
 @torch.no_grad()
-def restore(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]
-) -> None:
-    """Put saved values back in place. Names and shapes must be those of this model."""
+def restore_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put saved weights and buffers back in place. Names and shapes must be those of this model."""
     expected = _model_tensors(model)
     saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     if saved.keys() != expected.keys():
@@ -51,9 +49,24 @@ def restore(
             )
     for name, tensor in expected.items():
         tensor.copy_(saved[name])
+
+
+@torch.no_grad()
+def restore_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Any],
+    *,
+    groups: bool,
+) -> None:
+    """Put the optimizer's state back. With `groups`, also what some optimizers keep in their parameter groups."""
+    if groups:
+        for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
+            group.update(saved)
     for name, parameter in _trained(model).items():
         prefix = f"optimizer.{name}."
-        state: dict[str, Any] = dict(numbers.get(name, {}))
+        state: dict[str, Any] = dict(numbers["parameters"].get(name, {}))
         for key in tensors:
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
                 state[key[len(prefix) :]] = _placed(tensors[key], parameter, optimizer)
@@ -70,6 +83,11 @@ def _placed(tensor: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer)
         return tensor.clone()
     placed = torch.empty_like(parameter, dtype=tensor.dtype) if tensor.shape == parameter.shape else None
     return tensor.to(parameter.device, copy=True) if placed is None else placed.copy_(tensor)
+
+
+def _group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain numbers of a parameter group; the learning rate is the schedule's."""
+    return {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str)) and key != "lr"}
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:

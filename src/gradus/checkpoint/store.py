@@ -66,11 +66,20 @@ class CheckpointStore:
         return sorted(int(m[1]) for m in found if m and (self.folder / m[0] / COMMITTED).exists())
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Checkpoint:
-        """Write, checksum, flush to the disk, and only then commit."""
+        """Write, checksum, flush to the disk, and only then commit. A failure is an OSError and leaves nothing."""
         path = self.path(step)
         if path.exists():
             _remove(path)
         path.mkdir(parents=True)
+        try:
+            self._write(path, step, tensors, state)
+            self.verify(step)
+        except (SafetensorError, DamagedCheckpoint, OSError) as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise error if isinstance(error, OSError) else OSError(str(error)) from error
+        return Checkpoint(step, path, dict(state))
+
+    def _write(self, path: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         save_file(_on_host(tensors), path / TENSORS)
         manifest = {
             "format": FORMAT,
@@ -88,7 +97,6 @@ class CheckpointStore:
         _flush(path / COMMITTED)
         _flush(path)
         _flush(self.folder)
-        return Checkpoint(step, path, dict(state))
 
     def open(self, step: int) -> Checkpoint:
         """A verified checkpoint; anything that is not as it was written raises DamagedCheckpoint."""
@@ -118,10 +126,16 @@ class CheckpointStore:
                 damaged.append(error)
         return None, damaged
 
-    def prune(self, keep: int, also_keep: int | None = None) -> None:
-        """Delete all but the newest `keep`, and never the one to keep as well. Call after a newer one was verified."""
-        for step in self.steps()[:-keep]:
-            if step != also_keep:
+    def prune(self, verified_step: int, keep: int, also_keep: int | None = None) -> None:
+        """Delete all but the newest `keep` up to the one that was just verified, and never the one to keep as well.
+
+        Checkpoints of later steps are those that a resume has passed over as damaged: what follows them is another
+        history now.
+        """
+        steps = self.steps()
+        kept = {*[step for step in steps if step <= verified_step][-keep:], also_keep}
+        for step in steps:
+            if step not in kept:
                 _remove(self.path(step))
 
 

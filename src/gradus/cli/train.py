@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import traceback
@@ -13,6 +14,7 @@ from gradus.cli.output import print_error, print_json, shown
 from gradus.launcher.attempt import Launch, recipe_of
 from gradus.launcher.following import POLL_SECONDS, Following, following
 from gradus.launcher.local import Result, launch_local, note_failure, prepare, result_of
+from gradus.launcher.torchrun import determinism_variables
 from gradus.record.directory import RunDirectory
 from gradus.record.summary import summary_text
 from gradus.schema.cluster import Cluster
@@ -65,7 +67,9 @@ def _recipe(path: str | None, overrides: list[str], resume: str | None, runs: Pa
 
 def _debug(launch: Launch, as_json: bool) -> Result:
     """Train in this process; exceptions are not caught, so that a debugger sees them where they happen."""
-    from gradus.training.rank import debug_rank
+    for name, value in determinism_variables(launch.recipe.deterministic).items():
+        os.environ.setdefault(name, value)
+    from gradus.training.rank import debug_rank  # after that: it imports torch
 
     # With --json, stdout is for the one document: what the user's own code prints goes elsewhere.
     stdout = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()

@@ -43,7 +43,7 @@ class Signals:
 
     def answer(self) -> None:
         """Turn the first signal into a stop request; on a disk that is full now, try again at the next call."""
-        asked = "stopping: the run saves at the next step boundary (Ctrl-C again ends it at once)"
+        asked = "stopping: the run saves after a few more steps (Ctrl-C again ends it at once)"
         if self.first is None or self._answer == asked:
             return
         answer = asked

@@ -17,9 +17,16 @@ from gradus.hardware.cluster import detect_cluster
 from gradus.hardware.detect import detect_machine
 from gradus.hardware.torch_build import check_torch_can_use, installed_torch
 from gradus.launcher.attempt import Launch, check_resumable, prepare_attempt
-from gradus.launcher.following import POLL_SECONDS, following
-from gradus.launcher.torchrun import death_in_log, free_port, kill_left_over, rank_environment, torchrun_command
-from gradus.planner.defaults import default_plan, default_world_size
+from gradus.launcher.following import POLL_SECONDS, Following, following
+from gradus.launcher.torchrun import (
+    death_in_log,
+    free_port,
+    kill_left_over,
+    port_taken_in_log,
+    rank_environment,
+    torchrun_command,
+)
+from gradus.planner.defaults import default_plan
 from gradus.planner.resolve import resolved
 from gradus.record.directory import RunDirectory
 from gradus.record.events import EventWriter
@@ -104,46 +111,59 @@ def prepare(
     if build is not None:
         check_torch_can_use(machine, build)
     cluster = cluster or detect_cluster(machine)
-    ranks = nproc or default_world_size(recipe, cluster)
-    choice = default_plan(recipe, cluster, ranks)
+    choice = default_plan(recipe, cluster, nproc)
     if resume is not None:
         run = RunDirectory.open(resume, runs)
         check_resumable(run, recipe)
     else:
         run = RunDirectory.create(runs, recipe.name, run_id)
     attempt = prepare_attempt(run, recipe, cluster, choice, machine)
-    return Launch(run, attempt, recipe, ranks, machine.cpu_cores)
+    return Launch(run, attempt, recipe, choice.plan.mesh.world_size, machine.cpu_cores)
 
 
 def launch_local(launch: Launch, *, quiet: bool = False, stream: TextIO | None = None) -> Result:
     """Start torchrun, follow its ranks to their end, and report how it went."""
-    arguments = [str(launch.run.path), str(launch.attempt)]
-    command = torchrun_command(launch.ranks, free_port(), _RANK_MODULE, arguments)
     try:
-        with following(launch, quiet=quiet, stream=stream) as followed, _log(launch).open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=rank_environment(launch.ranks, launch.cores, launch.recipe.deterministic),
-                start_new_session=True,  # the terminal's Ctrl-C is for this process alone
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # on which it takes its ranks along
-            )
-            try:
-                while process.poll() is None:
-                    followed.poll()
-                    if followed.signals.at_once:
-                        _end_now(process)
-                    time.sleep(POLL_SECONDS)
-            finally:
-                if process.poll() is None:
-                    _end_now(process)  # ranks that nobody waits for must not go on
-                kill_left_over(_RANK_MODULE, arguments)
+        with following(launch, quiet=quiet, stream=stream) as followed:
+            return_code = _run_torchrun(launch, followed)
+            if return_code > 0 and not followed.signals.at_once and _lost_its_port(launch):
+                followed.say("another process took the port of the ranks: starting them once more with another one")
+                return_code = _run_torchrun(launch, followed)
     except BaseException as error:
         note_failure(launch, error)
         raise
-    return result_of(launch, process.returncode, ended_at_once=followed.signals.at_once)
+    return result_of(launch, return_code, ended_at_once=followed.signals.at_once)
+
+
+def _run_torchrun(launch: Launch, followed: Following) -> int:
+    """Start the ranks and follow them until torchrun leaves; its return code."""
+    arguments = [str(launch.run.path), str(launch.attempt)]
+    with _log(launch).open("ab") as log:
+        process = subprocess.Popen(
+            torchrun_command(launch.ranks, free_port(), _RANK_MODULE, arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=rank_environment(launch.ranks, launch.cores, launch.recipe.deterministic),
+            start_new_session=True,  # the terminal's Ctrl-C is for this process alone
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # on which it takes its ranks along
+        )
+        try:
+            while process.poll() is None:
+                followed.poll()
+                if followed.signals.at_once:
+                    _end_now(process)
+                time.sleep(POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                _end_now(process)  # ranks that nobody waits for must not go on
+            kill_left_over(_RANK_MODULE, arguments)
+    return process.returncode
+
+
+def _lost_its_port(launch: Launch) -> bool:
+    """Whether torchrun found its port taken between `free_port` and its own start, and so started no rank at all."""
+    return read_outcome(launch.run, launch.attempt) is None and port_taken_in_log(_log_text(launch))
 
 
 def note_failure(launch: Launch, error: BaseException) -> None:
@@ -157,17 +177,20 @@ def result_of(launch: Launch, return_code: int, ended_at_once: bool = False) -> 
     run, attempt = launch.run, launch.attempt
     log_path = _log(launch)
     outcome = read_outcome(run, attempt)
-    if outcome is None or (outcome.get("error") or {}).get("kind") == "lost-peer":
-        died = death_in_log(log_path.read_text(errors="replace"))
+    # Rank 0 can write that all is well, and another rank fail after that.
+    failed_late = bool(outcome and not outcome.get("error") and return_code and not ended_at_once)
+    if outcome is None or failed_late or (outcome.get("error") or {}).get("kind") == "lost-peer":
+        died = death_in_log(_log_text(launch))
         if ended_at_once:
             died = {"kind": "interrupted", "message": "ended at once by a second interrupt", "hint": None}
-        if died is not None or outcome is None:
+        if died is not None or outcome is None or failed_late:
+            after = f"after rank 0 had {outcome['state']}" if outcome and failed_late else "and no outcome"
             fallback = {
                 "kind": "launch-failed",
-                "message": f"the ranks left with exit code {return_code} and no outcome",
+                "message": f"the ranks left with exit code {return_code} {after}",
                 "hint": f"see {log_path}",
             }
-            outcome = {"state": "failed", "exit_code": EXIT_FAILED, "error": died or fallback}
+            outcome = {**(outcome or {}), "state": "failed", "exit_code": EXIT_FAILED, "error": died or fallback}
     error = outcome.get("error")
     status = _settle_status(run, outcome["state"], error["message"] if error else None)
     rows = read_metrics(run)
@@ -205,6 +228,10 @@ def _write_end(launch: Launch, state: str, exit_code: int, error: dict[str, Any]
 
 def _log(launch: Launch) -> Path:
     return launch.run.log_path(launch.attempt, socket.gethostname())
+
+
+def _log_text(launch: Launch) -> str:
+    return _log(launch).read_text(errors="replace")
 
 
 def _end_now(process: subprocess.Popen[bytes]) -> None:

@@ -28,9 +28,12 @@ def rank_environment(ranks: int, cores: int, deterministic: bool) -> dict[str, s
     variables = dict(os.environ)
     variables["PYTHONUNBUFFERED"] = "1"
     variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-    if deterministic:
-        variables.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
-    return variables
+    return {**determinism_variables(deterministic), **variables}
+
+
+def determinism_variables(deterministic: bool) -> dict[str, str]:
+    """What must be set, unless the user has set it, before torch is imported."""
+    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if deterministic else {}  # cuBLAS is deterministic only with this
 
 
 def free_port() -> int:
@@ -49,6 +52,11 @@ def kill_left_over(module: str, arguments: Sequence[str]) -> list[int]:
                 os.kill(int(process.name), signal.SIGKILL)
                 killed.append(int(process.name))
     return killed
+
+
+def port_taken_in_log(text: str) -> bool:
+    """Whether torchrun left because its own port is in use, and not because a rank met with such an error."""
+    return "EADDRINUSE" in text and death_in_log(text) is None
 
 
 def death_in_log(text: str) -> dict[str, Any] | None:

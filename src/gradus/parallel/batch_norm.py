@@ -1,7 +1,8 @@
 """Batch normalisation whose statistics are those of the global batch, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors; this one needs only an all-reduce that autograd understands. On CUDA torch's
-own kernels are faster, and `share_batch_norm` takes those.
+torch's SyncBatchNorm refuses CPU tensors and counts padding; this one needs only an all-reduce that autograd
+understands, and ranks can be muted. Where that does not matter torch's kernels are faster, and `share_batch_norm` takes
+those.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from gradus.schema.errors import InputError
+
+# Exactly these: a subclass may have a forward of its own, which would be lost.
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -32,7 +40,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class SharedBatchNorm(_BatchNorm):
-    """Batch normalisation over the samples of all ranks. A muted rank takes part but adds nothing."""
+    """Batch normalisation over the samples of all ranks. A muted rank takes part but adds nothing.
+
+    On CUDA nothing here makes the host wait for the device.
+    """
 
     muted = False
 
@@ -43,15 +54,16 @@ class SharedBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or dist.get_world_size() == 1:
             return super().forward(input)
+        self._check_input_dim(input)
         x = input if input.dtype == torch.float64 else input.float()
         weight = 0.0 if self.muted else 1.0
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
-        count = x.new_tensor([weight * x.numel() / x.size(1)])
+        count = x.new_full((1,), weight * x.numel() / x.size(1))
         # The mean first and then the squared distances from it: as stable as torch's own two-pass kernel.
         sums = _sum_over_ranks(torch.cat([x.sum(dims) * weight, count]))
         total = sums[-1]
-        if total <= 1:  # as torch refuses it; the running variance would be not a number from here on
+        if x.device.type == "cpu" and total <= 1:  # as torch refuses it; on a GPU the host does not know the total
             raise ValueError(f"Expected more than 1 value per channel when training, found {total:g} over all ranks")
         mean = sums[:-1] / total
         centred = x - mean.view(shape)
@@ -70,7 +82,7 @@ class SharedBatchNorm(_BatchNorm):
             return
         self.num_batches_tracked.add_(1)
         rate = 1.0 / self.num_batches_tracked.double() if self.momentum is None else self.momentum
-        unbiased = variance * (total / (total - 1))
+        unbiased = variance * (total / (total - 1).clamp(min=1))  # a single value must not make it not a number
         for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.copy_(running * (1 - rate) + value * rate)
 
@@ -84,22 +96,39 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def share_batch_norm(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model with every BatchNorm replaced by one that sees the global batch."""
-    if device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        return converted
-    return _replaced(model, {})
+def share_batch_norm(model: nn.Module, device: torch.device, *, some_rank_may_pad: bool) -> None:
+    """Turn every BatchNorm of the model, in place, into one that sees the global batch.
+
+    The layers stay the same objects, so hooks, and references that the model holds to them, keep working.
+    """
+    kind = nn.SyncBatchNorm if device.type == "cuda" and not some_rank_may_pad else SharedBatchNorm
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            if type(layer) not in PLAIN:
+                raise _cannot_be_shared(name, layer)
+            layer.__class__ = kind
+            if kind is nn.SyncBatchNorm:
+                layer.process_group = None  # type: ignore[assignment]  # that is, all ranks
 
 
-def _replaced(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """A layer that is used in two places is replaced by one layer in both."""
-    if module not in known:
-        known[module] = _shared(module) if isinstance(module, _BatchNorm) else module
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = _replaced(child, known)
-    return known[module]
+def _cannot_be_shared(name: str, layer: _BatchNorm) -> InputError:
+    kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+    where = f"model: its layer {name}" if name else "model: it"
+    if isinstance(layer, LazyModuleMixin):
+        return InputError(
+            f"{where} is a {kind} that does not know its number of features yet",
+            hint="give num_features, or let the constructor of the model call it once",
+            field="model",
+            found=kind,
+        )
+    return InputError(
+        f"{where} is a {kind}, a BatchNorm that may have a forward of its own; it would normalise over the local batch "
+        "of each rank, not over the global one",
+        hint="use a plain nn.BatchNorm followed by the activation, or train on one rank",
+        field="model",
+        found=kind,
+        allowed=[f"nn.{plain.__name__}" for plain in PLAIN],
+    )
 
 
 @contextmanager
@@ -113,13 +142,3 @@ def muted_batch_norm(model: nn.Module, muted: bool) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.muted = False
-
-
-def _shared(layer: _BatchNorm) -> SharedBatchNorm:
-    shared = SharedBatchNorm(
-        layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
-    )
-    shared.weight, shared.bias = layer.weight, layer.bias
-    for name, buffer in layer.named_buffers(recurse=False):
-        setattr(shared, name, buffer)
-    return shared.train(layer.training)

@@ -2,26 +2,117 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradus.parallel.batch_norm import share_batch_norm
+from gradus.parallel.batch_norm import STATISTICS, SharedBatchNorm, share_batch_norm
 from gradus.parallel.world import World
+from gradus.schema.errors import InputError
+
+NAMES_SHOWN = 5  # of parameters that get no gradient
 
 
-def replicated(model: nn.Module, world: World, bucket_mib: int) -> nn.Module:
-    """The model with gradients averaged over all ranks; batch statistics are shared as well."""
+def replicated(model: nn.Module, world: World, bucket_mib: int, *, some_rank_may_pad: bool) -> nn.Module:
+    """The model with gradients averaged over all ranks; batch statistics are shared as well.
+
+    All ranks start with the parameters and buffers of rank 0, whatever their constructors drew. `some_rank_may_pad`
+    says whether some step leaves a rank without a real sample, which must then stay out of the batch statistics.
+    """
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
-    model = share_batch_norm(model, world.device)
-    return DistributedDataParallel(
-        model,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=bucket_mib,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # batch statistics are already the same on every rank
+    share_batch_norm(model, world.device, some_rank_may_pad=some_rank_may_pad)
+    with warnings.catch_warnings():
+        # torch 2.13 deprecates broadcast_buffers. What replaces it is unknown to 2.11, and always broadcasts buffers at
+        # the start, where it fails for some that `_broadcast` can (int16 over gloo, expanded ones).
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            bucket_cap_mb=bucket_mib,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # before every forward; see `share_buffers`
+        )
+    _broadcast(model.buffers())
+    return wrapped
+
+
+def share_buffers(model: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's buffers, before an evaluation or a checkpoint. All ranks must call it.
+
+    Batch statistics are left out: they are those of the global batch, the same everywhere. Any other buffer that
+    forward updates (an average of activations, a codebook) has seen only its own rank's samples since the last call.
+    Evaluations and checkpoints then hold what rank 0 has seen: the same on every rank, but not what one rank would have
+    seen of the whole batch. Without such buffers this walks over the modules and sends nothing.
+    """
+    if world.size > 1:
+        _broadcast(_local_buffers(model))
+
+
+def _local_buffers(model: nn.Module) -> list[Tensor]:
+    # Found anew each time (under a millisecond for 1,000 modules): forward may put a new tensor in a buffer's place.
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if not (isinstance(module, (SharedBatchNorm, nn.SyncBatchNorm)) and name in STATISTICS)
+    ]
+
+
+@torch.no_grad()
+def _broadcast(buffers: Iterable[Tensor]) -> None:
+    """Rank 0's values in the buffers of all ranks, sent as bytes so that any type will do."""
+    for buffer in buffers:
+        if buffer.numel() == 0:
+            continue
+        held = buffer
+        for dim, stride in enumerate(buffer.stride()):
+            if stride == 0:  # expanded: one value in memory stands for all along this dimension
+                held = held.narrow(dim, 0, 1)
+        values = held.contiguous()
+        dist.broadcast(values.view(-1).view(torch.uint8), src=0)
+        held.copy_(values)
+
+
+def check_every_parameter_is_used(model: nn.Module) -> None:
+    """Refuse, after a backward, a model with trainable parameters that got no gradient.
+
+    One rank would leave them as they are without a word; DDP on several would wait for their gradients.
+    """
+    unused = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise _unused_parameters(unused)
+
+
+def explain_ddp_error(error: RuntimeError, model: nn.Module) -> Exception:
+    """What DDP says when a backward left out parameters, as `check_every_parameter_is_used` says it.
+
+    DDP says it at the forward after that backward, and gives the numbers of the parameters. Other errors stay as they
+    are.
+    """
+    text = str(error)
+    if "Expected to have finished reduction in the prior iteration" not in text:
+        return error
+    trained = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+    found = re.search(r"Parameter indices which did not receive grad for rank \d+:([ \d]+)", text)
+    numbers = [int(number) for number in found[1].split()] if found else []
+    return _unused_parameters([trained[number] for number in numbers if number < len(trained)])
+
+
+def _unused_parameters(names: list[str]) -> InputError:
+    shown = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+    which = f"{shown} ({len(names)} of its trainable parameters)" if names else "some trainable parameters"
+    return InputError(
+        f"model: no gradient reaches {which}",
+        hint="use them in forward, or freeze them with requires_grad_(False)",
+        field="model",
+        found=names or None,
     )
 
 

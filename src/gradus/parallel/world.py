@@ -28,6 +28,15 @@ class World:
         """Whether this is the rank that writes files and looks for stop requests."""
         return self.rank == 0
 
+    # Among whom samples are divided. Today everyone; ranks that share one model's work will share one data rank.
+    @property
+    def data_rank(self) -> int:
+        return self.rank
+
+    @property
+    def data_ranks(self) -> int:
+        return self.size
+
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
         """The values summed over all ranks, in place."""
         if self.size > 1:

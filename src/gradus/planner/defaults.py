@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from gradus.hardware.catalogue import find_gpu
+from gradus.models import catalogue
 from gradus.parallel.mesh import check_supported
+from gradus.schema.callables import is_import_path
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
@@ -24,21 +27,42 @@ class Choice:
 
 
 def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
-    """How many ranks to start when nobody says: as many as the recipe's mesh needs, else the GPUs, else 1."""
+    """How many ranks to start when nobody says: as the recipe's mesh needs, else the GPUs that can share the batch."""
     if "mesh" in recipe.plan.fixed:
         return recipe.plan.mesh.world_size
-    return cluster.nodes * cluster.gpus_per_node or 1
+    shares = recipe.batch // math.prod(_fixed_split(recipe).values())
+    return next((ranks for ranks in range(_all_gpus(cluster), 0, -1) if shares % ranks == 0), 1)
 
 
-def default_plan(recipe: Recipe, cluster: Cluster, world_size: int) -> Choice:
-    """The plan for this many ranks; combinations that cannot be are refused with the numbers."""
+def default_plan(recipe: Recipe, cluster: Cluster, nproc: int | None = None) -> Choice:
+    """The plan for this many ranks, or for as many as suit; what cannot be is refused with the numbers."""
+    world_size = nproc or default_world_size(recipe, cluster)
     _check_ranks(cluster, world_size)
     with recipe.blamed():
-        return _default_plan(recipe, cluster, world_size)
+        choice = _default_plan(recipe, cluster, world_size)
+    if nproc is None and "mesh" not in recipe.plan.fixed and world_size < _all_gpus(cluster):
+        return Choice(choice.plan, choice.reasons | {"mesh": _why_not_all_gpus(recipe, cluster, world_size)})
+    return choice
+
+
+def _all_gpus(cluster: Cluster) -> int:
+    return cluster.nodes * cluster.gpus_per_node
+
+
+def _fixed_split(recipe: Recipe) -> dict[str, int]:
+    """What the recipe itself says about how a rank's share of the batch is cut up."""
+    return {name: getattr(recipe.plan, name) for name in ("micro_batch", "accumulate") if name in recipe.plan.fixed}
+
+
+def _why_not_all_gpus(recipe: Recipe, cluster: Cluster, ranks: int) -> str:
+    gpus = _all_gpus(cluster)
+    refused = {1: f"{gpus}", 2: f"{gpus - 1} or {gpus}"}.get(gpus - ranks, f"{ranks + 1} to {gpus}")
+    fixed = "".join(f", {name} {value}" for name, value in _fixed_split(recipe).items())
+    return f"{ranks} of {gpus} GPUs: batch {recipe.batch}{fixed} cannot be split evenly over {refused} ranks"
 
 
 def _check_ranks(cluster: Cluster, world_size: int) -> None:
-    gpus = cluster.nodes * cluster.gpus_per_node
+    gpus = _all_gpus(cluster)
     if gpus and world_size > gpus:
         raise InputError(
             f"--nproc: {world_size} ranks need a GPU each, but {cluster.name} has {gpus}",
@@ -63,8 +87,7 @@ def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int) -> Choice:
     chosen["precision"] = _precision(cluster)
     precision = fixed.get("precision", chosen["precision"][0])
     chosen["compile"] = (gpus, "pays on a GPU" if gpus else "compiling for the CPU takes longer than it gains")
-    layout = gpus and precision in ("bf16", "fp16", "tf32")
-    chosen["channels_last"] = (layout, "the layout of tensor-core convolutions" if layout else "no tensor cores in use")
+    chosen["channels_last"] = _channels_last(recipe, gpus and precision in ("bf16", "fp16", "tf32"))
     cores = max(1, cluster.cpu_cores * cluster.nodes // world_size)
     workers = min(MOST_WORKERS, cores - 1)
     chosen["workers"] = (workers, f"{cores} cores for each rank, one of them for the rank itself")
@@ -99,6 +122,14 @@ def _split_batch(batch: int, data_ranks: int, fixed: dict[str, Any]) -> tuple[in
     if accumulate is None:
         accumulate = max(1, share // micro_batch)
     return micro_batch, accumulate, f"batch {batch} over {data_ranks} data rank{'s' if data_ranks > 1 else ''}"
+
+
+def _channels_last(recipe: Recipe, tensor_cores: bool) -> tuple[bool, str]:
+    if is_import_path(recipe.model.use):
+        return False, "your own model may reshape what this layout makes non-contiguous; the recipe can say true"
+    if catalogue.resolve(recipe.model.use, recipe.model.options)[0].sample != "image":
+        return False, "the samples are no images"
+    return tensor_cores, "the layout of tensor-core convolutions" if tensor_cores else "no tensor cores in use"
 
 
 def _precision(cluster: Cluster) -> tuple[str, str]:

@@ -66,12 +66,12 @@ def check_model_fits_data(recipe: Recipe, vocabulary: int | None, classes: int |
 
 
 def _with_data_from_model(recipe: Recipe, settings: dict[str, object]) -> Recipe:
-    """The data's `context`, `vocabulary`, `size` and `channels` are the model's unless the recipe says otherwise."""
-    known = BUILT_IN[recipe.data.use].model_fields
-    inherited = {"context": "context", "vocabulary": "vocabulary", "size": "image", "channels": "channels"}
-    completed = dict(recipe.data.model_dump(exclude_unset=True))
-    for key, source in inherited.items():
-        value = settings.get(source)
-        if key in known and known[key].is_required() and key not in completed and value is not None:
-            completed[key] = value
-    return recipe.model_copy(update={"data": type(recipe.data)(**completed)})
+    """The data has the model's context, vocabulary, image size and channels unless the recipe says otherwise."""
+    counterparts = {"context": "context", "vocabulary": "vocabulary", "size": "image", "channels": "channels"}
+    inherited = {
+        key: settings[setting]
+        for key, setting in counterparts.items()
+        if key in BUILT_IN[recipe.data.use].model_fields and settings.get(setting) is not None
+    }
+    given = recipe.data.model_dump(exclude_unset=True)
+    return recipe.model_copy(update={"data": type(recipe.data)(**{**inherited, **given})})

@@ -143,7 +143,7 @@ class LogTail:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(self._offset)
                 data = file.read(max(0, size - self._offset))
-        except FileNotFoundError:
+        except OSError:  # not there yet, or a stale handle of a network file system: the next poll reads on
             return []
         whole = data.rfind(b"\n") + 1  # the rest of an unfinished line comes with a later poll
         self._offset += whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Mapping
@@ -11,6 +12,9 @@ from typing import Any
 
 from gradus.record import strict_json
 from gradus.record.directory import RunDirectory
+
+# What file systems without hard links (FAT, some FUSE and parallel ones) answer to a link.
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def write_outcome(run: RunDirectory, attempt: int, outcome: Mapping[str, Any]) -> bool:
@@ -32,7 +36,7 @@ def write_outcome(run: RunDirectory, attempt: int, outcome: Mapping[str, Any]) -
 
 
 def read_outcome(run: RunDirectory, attempt: int) -> dict[str, Any] | None:
-    """The outcome that stands, or None if no rank left one."""
+    """The outcome that stands, or None if no rank left one, or has not yet written it whole."""
     try:
         return strict_json.decode(run.outcome_path(attempt).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -45,4 +49,27 @@ def _claim(temporary: Path, target: Path) -> bool:
     except FileExistsError:
         # NFS repeats a request whose answer was lost, and then says "exists" about our own link.
         return temporary.stat().st_nlink == 2
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        return _create(target, temporary.read_bytes())
+    return True
+
+
+def _create(target: Path, content: bytes) -> bool:
+    """As a link, but for a moment the target is there and empty, which readers take for not there yet."""
+    try:
+        file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    try:
+        written = os.write(file, content)
+        if written < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        os.fsync(file)
+    except OSError:
+        target.unlink()  # half an outcome would only keep that of another rank out
+        raise
+    finally:
+        os.close(file)
     return True

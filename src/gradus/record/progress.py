@@ -9,7 +9,7 @@ from typing import Any
 from gradus.record.append_log import LogTail
 from gradus.record.directory import RunDirectory
 from gradus.record.format import duration_text, number_text, rate_text
-from gradus.record.metrics import is_evaluation
+from gradus.record.metrics import is_evaluation, position
 from gradus.record.status import read_status
 
 _STEPS_FOR_ETA = 20
@@ -38,6 +38,10 @@ class Progress:
             status = read_status(self._run)
             self.steps_total = status.steps_total if status else None
         for record in records:
+            if "step" not in record:
+                continue
+            if self._evaluation and position(record) < position(self._evaluation):
+                self._evaluation = {}  # of work that a later attempt discarded
             if is_evaluation(record):
                 self._evaluation = record
             else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradus.record.append_log import LogTail
+from gradus.record.append_log import LogTail, read_lines
 from gradus.record.directory import RunDirectory
 from gradus.record.problem import OnProblem, report_on_stderr
 from gradus.schema.errors import InputError
@@ -19,9 +19,13 @@ _NOT_SCALARS = {"step", "attempt", "evaluation"}
 
 def export_tensorboard(run: RunDirectory, target: Path | None = None) -> Path:
     """Write all metrics so far; returns the folder to point TensorBoard at. Doing it twice changes nothing."""
+    try:
+        records = read_lines(run.metrics_path).records
+    except OSError as error:
+        raise InputError(f"cannot read {run.metrics_path}: {error.strerror}") from error
     exporter = TensorBoardExporter(run, target)
     try:
-        exporter.write_new()
+        exporter.write(records)
     except OSError as error:
         raise InputError(f"cannot write {exporter.target}: {error.strerror}") from error
     finally:
@@ -64,14 +68,14 @@ class TensorBoardExporter:
         if self._file.closed:
             return
         try:
-            self.write_new()
+            self.write(self._tail.poll())
         except OSError as error:
             self._on_problem(f"{self.target}: TensorBoard export ends here ({error.strerror}); the metrics go on")
             self.close()
 
-    def write_new(self) -> None:
-        """As `poll`, but a file that cannot be written is the caller's problem."""
-        for record in self._tail.poll():
+    def write(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add these points; a file that cannot be written is the caller's problem."""
+        for record in records:
             if "step" in record:
                 self._add_record(record)
         self._file.flush()

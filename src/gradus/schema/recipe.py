@@ -75,10 +75,15 @@ class EvaluateBlock(BaseModel):
     model_config = _STRICT
 
     every: int | None = Field(None, ge=1)  # steps; always once at the end
-    batches: int | None = Field(None, ge=1)  # at most this many batches of the validation data
+    batches: int | None = Field(None, ge=1)  # at most this many batches of `batch` validation samples
     metric: str = "loss"  # what target, stop_after and checkpoint.best look at
     target: float | None = None  # stop when the metric is at least this good
     stop_after: int | None = Field(None, ge=1)  # stop after so many evaluations without a better value
+    better: Literal["lower", "higher"] | None = None  # by default a loss is better lower, anything else higher
+
+    def is_better(self, value: float, than: float) -> bool:
+        lower = self.better == "lower" or (self.better is None and self.metric == "loss")
+        return value < than if lower else value > than
 
 
 class CheckpointBlock(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ _LIBRARIES = ("<frozen", str(Path(gradus.__file__).parent), *map(sysconfig.get_p
 
 def build_model(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model on its device, with the same initial weights on every rank."""
-    seed_for_construction(recipe.seed)
+    seed_for_construction("model", recipe.seed)
     use, options = recipe.model.use, recipe.model.options
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -46,6 +46,8 @@ def build_model(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> nn.
         raise InputError(
             f"model.use: {use} returned {type(model).__name__}, allowed: a torch.nn.Module", field="model.use"
         )
+    if not model.training:  # as `from_pretrained` leaves it; parts that are frozen in a model in training mode stay so
+        model.train()
     return model.to(device=device, dtype=dtype if dtype == torch.float64 else None)
 
 
@@ -71,6 +73,7 @@ def _user_data(recipe: Recipe, split: Split) -> tuple[Any, Part | None]:
     """
     use, options = recipe.data.use, dict(recipe.data.options)
     limit = recipe.data.limit if split == "train" else None
+    seed_for_construction("data", recipe.seed)  # a callable that splits at random must split the same way each time
     with user_code("data.use", use):
         parameters = inspect.signature(import_callable(use, "data.use")).parameters
     if "split" in parameters:
@@ -84,7 +87,7 @@ def _user_data(recipe: Recipe, split: Split) -> tuple[Any, Part | None]:
                 found=fraction,
             )
         dataset = _called("data.use", use, options)
-        if isinstance(dataset, tuple) and len(dataset) == 2:
+        if _is_pair_of_datasets(dataset):
             dataset = dataset[0 if split == "train" else 1]
         else:
             length = Indexed(dataset).length
@@ -92,6 +95,12 @@ def _user_data(recipe: Recipe, split: Split) -> tuple[Any, Part | None]:
     if dataset is None or limit is None:
         return dataset, None
     return dataset, Part(Indexed(dataset).length, np.asarray).first(limit)
+
+
+def _is_pair_of_datasets(returned: Any) -> bool:
+    """A tuple, or the list that `torch.utils.data.random_split` returns; not a list of two samples."""
+    pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    return pair and not any(isinstance(part, (Mapping, tuple, torch.Tensor)) for part in returned)
 
 
 class _Subset:

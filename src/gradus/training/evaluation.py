@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ def evaluate(
     """
     sums: dict[str, torch.Tensor] = {}
     interrupted = torch.zeros((), dtype=torch.float64, device=world.device)
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]  # some may be frozen in evaluation mode
     model.eval()
     try:
         for micro in loader.micro_batches(0, batches):
@@ -46,7 +46,8 @@ def evaluate(
                 values = torch.stack([pair[0].double(), pair[1].double()])
                 sums[name] = sums[name] + values if name in sums else values
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
     # Ranks may notice a stop request at different batches; they meet here, and one that noticed is enough.
     if world.sum_(interrupted).item():
         return None
@@ -58,27 +59,35 @@ def evaluate(
 class Progress:
     """How evaluations have gone so far: what `target`, `stop_after` and the best checkpoint need to know."""
 
+    metric: str = "loss"
     evaluated_step: int = 0
+    last: float | None = None
     best: float | None = None
     best_step: int | None = None
     since_best: int = 0
-    reached: str | None = field(default=None)  # why training ends early
 
     def note(self, step: int, results: dict[str, float], block: EvaluateBlock) -> None:
-        """Take in the results of one evaluation."""
+        """Take in the results of one evaluation. If another metric counts now, what was best before does not."""
         if block.metric not in results:
             raise unknown_name("metric", block.metric, results, field="evaluate.metric")
-        value = results[block.metric]
-        lower_is_better = block.metric == "loss"
-        self.evaluated_step = step
-        better = self.best is None or (value < self.best if lower_is_better else value > self.best)
-        if better and not math.isnan(value):
-            self.best, self.best_step, self.since_best = value, step, 0
+        if block.metric != self.metric:
+            self.metric, self.best, self.best_step, self.since_best = block.metric, None, None, 0
+        self.evaluated_step, self.last = step, results[block.metric]
+        if math.isfinite(self.last) and (self.best is None or block.is_better(self.last, self.best)):
+            self.best, self.best_step, self.since_best = self.last, step, 0
         else:
             self.since_best += 1
+
+    def reason_to_end(self, block: EvaluateBlock) -> str | None:
+        """Why training is over by the present recipe, if it is."""
+        if block.metric != self.metric or self.last is None:
+            return None
         target = block.target
-        if target is not None and (value <= target if lower_is_better else value >= target):
-            self.reached = f"validation {block.metric} {value:.4g} reached the target {target:g} at step {step}"
-        elif block.stop_after is not None and self.since_best >= block.stop_after:
+        if target is not None and (self.last == target or block.is_better(self.last, target)):
+            return (
+                f"validation {self.metric} {self.last:.4g} reached the target {target:g} at step {self.evaluated_step}"
+            )
+        if block.stop_after is not None and self.since_best >= block.stop_after:
             best = "been a number" if self.best is None else f"improved on {self.best:.4g} (step {self.best_step})"
-            self.reached = f"validation {block.metric} has not {best} in {self.since_best} evaluations"
+            return f"validation {self.metric} has not {best} in {self.since_best} evaluations"
+        return None

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradus.checkpoint.state import collect, restore
-from gradus.checkpoint.store import CheckpointStore
+from gradus.checkpoint.state import collect, restore_model, restore_optimizer
+from gradus.checkpoint.store import Checkpoint, CheckpointStore
 from gradus.data.loader import Indexed, Loader, Slices
 from gradus.faults.announcements import Announcements
 from gradus.faults.stop_request import StopRequest
@@ -21,6 +21,7 @@ from gradus.parallel.replicate import replicated, unwrapped
 from gradus.parallel.world import World
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
+from gradus.schema.callables import is_import_path
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
@@ -71,6 +72,7 @@ class LiveRun:
             self._open_data()
             self._build_model()
             self._prepare_boundaries()
+            self._check_ranks_agree()
             self._resume()
         except BaseException as error:
             self.recorder.close(state="failed", last_error=str(error) or type(error).__name__)
@@ -106,9 +108,12 @@ class LiveRun:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.flops_per_sample = _flops_per_sample(model)
         self.objective = Objective(recipe, model)
+        self.objective.check_metric(recipe.evaluate.metric, reference_model=not is_import_path(recipe.model.use))
         if plan.compile:
             compile_model(model)
-        wrapped = replicated(model, world, plan.bucket_mib)
+        # With a micro-batch of samples missing from the last step, some rank has only padding there.
+        some_rank_may_pad = self.total_steps * recipe.batch - self.total_samples >= plan.micro_batch
+        wrapped = replicated(model, world, plan.bucket_mib, some_rank_may_pad=some_rank_may_pad)
         self.model: nn.Module = unwrapped(wrapped)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.schedule: Schedule = learning_rate(recipe.optimizer, recipe.batch, self.total_steps)
@@ -127,6 +132,7 @@ class LiveRun:
         """What happens between steps: checkpoints, stop requests, announcements."""
         every = self.plan.checkpoint_every
         self.state = TrainingState()
+        self.resumed_step: int | None = None
         self.store = CheckpointStore(self.run.checkpoints)
         self.stop = StopRequest(self.run.stop_file, self.world)
         self.announcements = Announcements(self.world)
@@ -157,7 +163,7 @@ class LiveRun:
         try:
             if self.world.leads:
                 self._write_checkpoint()
-        except OSError as error:
+        except OSError as error:  # on rank 0 only, which is also the only one that would raise
             message = f"the checkpoint of step {self.state.step} cannot be written: {error}"
             self.recorder.problem("checkpoint-failed", message)
             if required:
@@ -177,13 +183,13 @@ class LiveRun:
             tensors |= {f"loss_scale.{name}": value for name, value in self.step.loss_scale.state().items()}
         state = {
             "training": self.state.document(),
-            "optimizer": optimizer_numbers,
+            "optimizer": {"use": self.recipe.optimizer.use, **optimizer_numbers},
             "samples": min(self.state.step * self.recipe.batch, self.total_samples),
+            "dataset_length": self.train_data.length,
         }
-        saved = self.store.save(self.state.step, tensors, state)
-        self.store.verify(self.state.step)  # older ones go only when this one can be trusted
+        saved = self.store.save(self.state.step, tensors, state)  # which has verified it: older ones may go
         best = self.state.evaluation.best_step if self.recipe.checkpoint.best else None
-        self.store.prune(self.recipe.checkpoint.keep, also_keep=best)
+        self.store.prune(self.state.step, self.recipe.checkpoint.keep, also_keep=best)
         self.recorder.event("checkpoint", step=self.state.step, path=str(saved.path.relative_to(self.run.path)))
 
     def _resume(self) -> None:
@@ -199,13 +205,61 @@ class LiveRun:
         if step.item() < 0:
             return
         checkpoint = self.store.open(int(step.item()))
-        tensors = checkpoint.tensors()
-        restore(self.model, self.optimizer, tensors, checkpoint.state["optimizer"])
-        if self.step.loss_scale is not None:
+        self._check_same_data(checkpoint)
+        tensors, optimizer = checkpoint.tensors(), checkpoint.state["optimizer"]
+        restore_model(self.model, tensors)
+        use = self.recipe.optimizer.use
+        if optimizer["use"] == use:
+            restore_optimizer(self.model, self.optimizer, tensors, optimizer, groups=is_import_path(use))
+        else:
+            self.recorder.event("resume", message=f"optimizer {use} starts anew; the run had {optimizer['use']} before")
+        if self.step.loss_scale is not None and "loss_scale.scale" in tensors:  # else the run had another precision
             for name, value in self.step.loss_scale.state().items():
                 value.copy_(tensors[f"loss_scale.{name}"])
         self.state = TrainingState.from_document(checkpoint.state["training"])
+        self.resumed_step = self.state.step
         self.recorder.event("resume", step=self.state.step)
+
+    def _check_same_data(self, checkpoint: Checkpoint) -> None:
+        """The position in the stream is a step number; it must mean the same samples as when it was saved."""
+        length, samples = checkpoint.state["dataset_length"], checkpoint.state["samples"]
+        if length != self.train_data.length:
+            raise InputError(
+                f"data: the run began with {length} training samples, found {self.train_data.length}: their order "
+                "would be another",
+                hint="start a new run with the new data, or bring the old data back",
+                field="data",
+                found=self.train_data.length,
+                allowed=length,
+            )
+        if samples < min(checkpoint.step * self.recipe.batch, self.total_samples):
+            raise InputError(
+                f"the run ended after {samples} samples with a short batch; going on would skip the samples that would "
+                "have filled it",
+                hint="start a new run with the larger budget",
+                field="epochs",
+            )
+
+    def _check_ranks_agree(self) -> None:
+        """Ranks that see another dataset or model would train on nonsense, or wait for each other for ever."""
+        if self.world.size == 1:
+            return
+        facts = {
+            "training samples": self.train_data.length,
+            "steps": self.total_steps,
+            "evaluation batches": self.evaluator.batches if self.evaluator else 0,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+        mine = torch.tensor(list(facts.values()), dtype=torch.int64, device=self.world.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(everyone, mine)
+        for name, values in zip(facts, torch.stack(everyone).T.tolist(), strict=True):
+            if len(set(values)) > 1:
+                raise InputError(
+                    f"the ranks do not agree on the number of {name}: {values}",
+                    hint="the model and data callables must return the same on every rank",
+                    found=values,
+                )
 
     def _budget(self, length: int) -> tuple[int, int]:
         """Samples and steps of the whole run."""
@@ -247,11 +301,11 @@ class LiveRun:
     def _evaluator(self, data: Indexed | None) -> Evaluator | None:
         if data is None:
             return None
-        batch = self.plan.micro_batch * self.plan.mesh.data_ranks
-        batches = math.ceil(data.length / batch)
+        samples = data.length
         if self.recipe.evaluate.batches is not None:
-            batches = min(batches, self.recipe.evaluate.batches)
-        return Evaluator(self._loader(data, batch, min(data.length, batches * batch), 1, seed=None), batches)
+            samples = min(samples, self.recipe.evaluate.batches * self.recipe.batch)
+        at_once = self.plan.micro_batch * self.plan.mesh.data_ranks
+        return Evaluator(self._loader(data, at_once, samples, 1, seed=None), math.ceil(samples / at_once))
 
     def _rates(self) -> Rates:
         device = self.world.device

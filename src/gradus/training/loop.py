@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from torch.nn.utils import get_total_norm
+
 from gradus.data.loader import MicroBatch
 from gradus.data.order import sample_indices
-from gradus.faults.numerics import not_a_number
+from gradus.faults.numerics import always_overflows, not_a_number
 from gradus.training.evaluation import evaluate
 from gradus.training.live_run import LiveRun
 from gradus.training.readback import PendingNumbers
+
+MOST_SKIPPED_STEPS = 40  # in a row: the loss scale starts at 2**16, and halving it so often leaves nothing
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Ending:
 def train(live: LiveRun) -> Ending:
     """Train until done. Returns at a step boundary, with a checkpoint of it on disk."""
     state = live.state
-    saved_step = state.step if live.store.steps() else None
+    saved_step = live.resumed_step
     if live.recipe.deterministic and live.world.size > 1 and state.step < live.total_steps:
         live.step.warm_up(live.loader.micro_batches(state.step, state.step + 1))
     batches = _TimedBatches(live.loader.micro_batches(state.step, live.total_steps))
@@ -35,6 +39,10 @@ def train(live: LiveRun) -> Ending:
 
     while True:
         # A step boundary: the one place where a run evaluates, saves and ends.
+        out_of_budget = state.step >= live.total_steps
+        if out_of_budget and saved_step != state.step:  # an evaluation that fails must not lose what was trained
+            _settle(live, late, saved_step)
+            late, saved_step = None, _saved(live, saved_step, required=True)
         interrupted = False
         if _evaluation_due(live):
             _settle(live, late, saved_step)
@@ -46,15 +54,14 @@ def train(live: LiveRun) -> Ending:
             live.announcements.announce("save", state.step)
         saves = live.announcements.due("save", state.step) or _save_due(live)
         stops = live.announcements.due("stop", state.step) or interrupted
-        done = not interrupted and (state.step >= live.total_steps or state.evaluation.reached is not None)
-        if saves or stops or done:
+        ends_early = state.evaluation.reason_to_end(live.recipe.evaluate)
+        done = not interrupted and (out_of_budget or ends_early is not None)
+        if (saves or stops or done) and saved_step != state.step:
             _settle(live, late, saved_step)
-            late = None
-            if saved_step != state.step:
-                saved_step = state.step if live.save(required=stops or done) else saved_step
-                last_save = time.monotonic()
+            late, saved_step = None, _saved(live, saved_step, required=stops or done)
+            last_save = time.monotonic()
         if done:
-            return _finished(live)
+            return _finished(live, ends_early)
         if stops:
             return _stopped(live)
 
@@ -94,23 +101,44 @@ def _settle(live: LiveRun, launched: _Launched | None, saved_step: int | None) -
             scale_after=numbers.scale_after,
             skipped_steps=len(live.state.skipped_steps),
         )
+        _check_some_steps_happen(live, step, numbers.scale_after)
     else:
         _check_finite(live, "gradient norm", numbers.grad_norm, step, positions, saved_step)
     live.recorder.step(step, positions.stop, len(positions), launched.lr, launched.data_seconds, numbers)
 
 
 def _check_finite(
-    live: LiveRun, what: str, value: float | None, step: int, positions: range, saved_step: int | None
+    live: LiveRun,
+    what: str,
+    value: float | None,
+    step: int,
+    positions: range,
+    saved_step: int | None,
+    last_good_step: int | None = None,
 ) -> None:
     if value is None or math.isfinite(value):
         return
     data = live.train_data
     indices = data.numbers_of(sample_indices(live.recipe.seed, data.length, positions.start, len(positions)))
     error = not_a_number(
-        what=what, value=value, step=step, positions=positions, indices=indices.tolist(), saved_step=saved_step
+        what=what,
+        value=value,
+        step=step,
+        last_good_step=step - 1 if last_good_step is None else last_good_step,
+        positions=positions,
+        indices=indices.tolist(),
+        saved_step=saved_step,
     )
     live.recorder.event("fault", **error.document())
     raise error
+
+
+def _check_some_steps_happen(live: LiveRun, step: int, scale: float | None) -> None:
+    last = live.state.skipped_steps[-MOST_SKIPPED_STEPS:]
+    if len(last) == MOST_SKIPPED_STEPS and last[0] == step - MOST_SKIPPED_STEPS:
+        error = always_overflows(step=step, skipped=MOST_SKIPPED_STEPS, scale=scale or 0.0)
+        live.recorder.event("fault", **error.document())
+        raise error
 
 
 def _evaluation_due(live: LiveRun) -> bool:
@@ -146,8 +174,17 @@ def _save_due(live: LiveRun) -> bool:
     return step > 0 and (best or (isinstance(every, int) and step % every == 0))
 
 
-def _finished(live: LiveRun) -> Ending:
-    reason = live.state.evaluation.reached or f"{live.total_steps} steps done"
+def _saved(live: LiveRun, saved_step: int | None, required: bool) -> int | None:
+    """Save the present step; returns the step of the newest checkpoint."""
+    step = live.state.step
+    if step > 0:
+        norm = float(get_total_norm(live.model.parameters()))
+        _check_finite(live, "norm of the weights", norm, step, live.samples_of(step - 1), saved_step, saved_step or 0)
+    return step if live.save(required) else saved_step
+
+
+def _finished(live: LiveRun, ends_early: str | None) -> Ending:
+    reason = ends_early or f"{live.total_steps} steps done"
     live.recorder.event("finish", step=live.state.step, reason=reason)
     return Ending("finished", reason)
 

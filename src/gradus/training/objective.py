@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
 from gradus.schema.callables import import_callable, is_import_path
-from gradus.schema.errors import InputError
+from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.recipe import Named, Recipe
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
@@ -37,6 +37,12 @@ class Objective:
         self._loss = _named_loss(recipe.loss) if recipe.loss else None
         self._metrics = {name.rpartition(":")[2]: _named_metric(name) for name in recipe.metrics}
         self._accepted = _keywords(model) if self._loss else None
+
+    def check_metric(self, name: str, reference_model: bool) -> None:
+        """Refuse, before training, a metric that no evaluation will have. Reference models know their accuracy."""
+        known = {"loss", *self._metrics} | ({"accuracy"} if reference_model and self._loss is None else set())
+        if name not in known:
+            raise unknown_name("metric", name, known, field="evaluate.metric", hint="name it in `metrics` as well")
 
     def __call__(self, model: nn.Module, batch: Batch, samples: int) -> Losses:
         """`samples` is the number of real samples; with none, the batch is padding and weighs nothing."""

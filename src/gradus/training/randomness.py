@@ -10,9 +10,9 @@ import torch
 from gradus.data.order import stable_hash
 
 
-def seed_for_construction(seed: int) -> None:
-    """Before the model is built: the same initial weights on every rank and in every attempt."""
-    value = stable_hash("construction", seed)
+def seed_for_construction(what: str, seed: int) -> None:
+    """Before the model or the data is built: the same initial weights and splits on every rank, in every attempt."""
+    value = stable_hash("construction", what, seed)
     torch.manual_seed(value & (2**63 - 1))
     np.random.seed(value & (2**32 - 1))
     random.seed(value)

@@ -52,7 +52,7 @@ class Recorder:
         self.rates = Rates()  # known once the model is built
         self._log_every = log_every
         self._steps = self._samples = 0
-        self._data_seconds = 0.0
+        self._seconds = self._data_seconds = 0.0
         self._last_done = time.monotonic()
         self.problems: list[str] = []
         self._files: tuple[AppendLog, EventWriter, Heartbeat] | None = None
@@ -83,10 +83,11 @@ class Recorder:
         """The numbers of a step have arrived (one step late); `consumed` samples in all, `samples` of them in it."""
         self._steps += 1
         self._samples += samples
+        self._seconds += numbers.done_at - self._last_done
         self._data_seconds += data_seconds
+        self._last_done = numbers.done_at
         if not self._files or not self.logs(step):
             return
-        seconds = numbers.done_at - self._last_done
         tokens = self.rates.tokens_per_sample
         record = {
             "step": step,
@@ -96,16 +97,16 @@ class Recorder:
             "loss": numbers.loss,
             "lr": lr,
             "grad_norm": numbers.grad_norm,
-            "step_seconds": seconds / self._steps,
+            "step_seconds": self._seconds / self._steps,
             "data_seconds": self._data_seconds / self._steps,
-            **self.rates.per_second(seconds, self._samples),
+            **self.rates.per_second(self._seconds, self._samples),
             "memory_peak_bytes": peak_memory_bytes(self._world.device),
         }
         if numbers.scale_after is not None:
             record["loss_scale"] = numbers.scale_after
         self._files[0].write(record)
         self._files[2].update(step=step)
-        self._steps, self._samples, self._data_seconds, self._last_done = 0, 0, 0.0, numbers.done_at
+        self._steps, self._samples, self._seconds, self._data_seconds = 0, 0, 0.0, 0.0
 
     def evaluation(self, step: int, results: dict[str, float], seconds: float) -> None:
         if self._files:

@@ -1,0 +1,77 @@
+"""Models and datasets as users write them, with the habits that tests are about."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, random_split
+from training_cases import trained
+
+
+class RaggedText(Dataset[dict[str, Tensor]]):
+    """Texts of unequal length: targets beyond the end are ignored, so that samples weigh differently."""
+
+    def __init__(self, samples: int = 120, context: int = 16, vocabulary: int = 32) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(0, vocabulary, (samples, context + 1), generator=generator)
+        self.lengths = torch.randint(1, context + 1, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        targets = self.tokens[index, 1:].clone()
+        targets[self.lengths[index] :] = -100
+        return {"tokens": self.tokens[index, :-1], "targets": targets}
+
+
+class Points(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, samples: int = 64) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(samples, 4, generator=generator)
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def more_points_on_rank_1() -> Dataset[Any]:
+    return Points(64 + 16 * int(os.environ.get("TEST_RANK", "0")))
+
+
+def points_split_at_random() -> Any:
+    return random_split(Points(100), [0.8, 0.2])
+
+
+def on_unequal_data(world: Any, folder: str, recipe: Any) -> Any:
+    """Run by the pool: train where rank 1 sees more data than rank 0."""
+    os.environ["TEST_RANK"] = str(world.rank)
+    return trained(world, folder, recipe)
+
+
+def line() -> nn.Module:
+    return nn.Linear(4, 1)
+
+
+class Poisoned(nn.Module):
+    """Its loss stays finite while its gradient is not, from one call on: a sqrt at zero does that."""
+
+    def __init__(self, at_call: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.at_call, self.calls = at_call, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        y: Tensor = self.linear(x)
+        return y + torch.sqrt(y * 0) if self.training and self.calls == self.at_call else y
+
+
+def raising_metric(output: Any, batch: Any) -> Any:
+    raise ValueError("this metric is broken")
