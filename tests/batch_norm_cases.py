@@ -96,6 +96,7 @@ def one_value_per_channel(world: World, sizes: list[int]) -> str:
 
 def refusal(world: World) -> tuple[str, str | None]:
     """What a model is told whose BatchNorm has a forward of its own."""
+    world.barrier()  # without it one rank could leave while the other still connects
     model = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"act": BatchNormAct(3)}))
     try:
         replicated(model, world, 25, some_rank_may_pad=False)

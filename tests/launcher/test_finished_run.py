@@ -108,11 +108,21 @@ def test_tensorboard_reads_an_export_made_afterwards(gradus, run):
     assert scalars(Path(done.json["folder"]), "train/loss") == before
 
 
-def test_resuming_a_finished_run_with_a_larger_budget_goes_on(gradus, run):
-    done = gradus("train", "--resume", "r1", "--nproc", "2", "--set", "epochs=1.5", "--json")
+def test_resuming_a_finished_run_with_a_larger_budget_goes_on(gradus):
+    recipe = gradus.recipe(name="whole", steps=3, exporters=["tensorboard"])
+    assert gradus("train", recipe, "--nproc", "2", "--run-id", "r2").code == 0
+    done = gradus("train", "--resume", "r2", "--nproc", "2", "--set", "steps=5", "--json")
     assert done.code == 0, done.err
+    run = gradus.run("r2", "whole")
     rows = trained(run)
-    assert [row["step"] for row in rows if row["attempt"] == 2] == list(range(13, 18))
-    assert rows[-1]["samples"] == 135
+    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
+    assert rows[-1]["samples"] == 40
     # The exporter tells of both attempts.
-    assert set(scalars(run / "tensorboard", "train/loss")) == set(range(1, 18))
+    assert set(scalars(run / "tensorboard", "train/loss")) == set(range(1, 6))
+
+
+def test_a_run_that_ended_with_a_short_batch_does_not_go_on(gradus, run):
+    done = gradus("train", "--resume", "r1", "--nproc", "2", "--set", "epochs=1.5", "--json")
+    assert done.code == 2
+    assert "90 samples with a short batch" in done.json["error"]["message"]
+    assert len(trained(run)) == 12

@@ -26,7 +26,6 @@ def test_replicas_start_with_rank_0s_tensors_train_alike_and_share_their_buffers
     for rank in ranks:
         for name, value in [*wanted.named_parameters(), *wanted.named_buffers()]:
             assert torch.equal(rank["start"][name], value), f"{name} at the start"
-            assert rank["start"][name].stride() == value.stride(), name
 
     first, second = (rank["trained"] for rank in ranks)
     own = {name for name in first if not torch.equal(first[name], second[name])}

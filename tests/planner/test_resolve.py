@@ -56,8 +56,8 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_by_the_source(tmp_path)
     np.arange(90, dtype=np.uint16).tofile(tmp_path / "text.bin")
     data = {"use": "tokens", "path": str(tmp_path / "text.bin"), "validation": 0}
     options = data_options(resolved(recipe({"use": "gpt", "context": 8, "vocabulary": 64}, data)))
+    source = open_source("tokens", options, "train", 1)
     with pytest.raises(InputError, match="the vocabulary is 64"):
-        source = open_source("tokens", options, "train", 1)
         source.fetch(np.arange(len(source)))
 
 

@@ -52,9 +52,10 @@ def test_an_outcome_that_is_not_yet_whole_is_not_there_yet_and_still_the_first(r
 def test_without_hard_links_a_full_disk_leaves_no_half_outcome(run, monkeypatch):
     monkeypatch.setattr(os, "link", failing(errno.EPERM))
     write = os.write
-    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+    with monkeypatch.context() as full:
         full.setattr(os, "write", lambda file, data: write(file, data[:5]))
-        write_outcome(run, 1, {"state": "failed"})
+        with pytest.raises(OSError, match="No space left"):
+            write_outcome(run, 1, {"state": "failed"})
     assert write_outcome(run, 1, {"state": "finished"})
     assert read_outcome(run, 1) == {"state": "finished"}
 
