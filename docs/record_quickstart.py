@@ -1,6 +1,6 @@
 """Record the quickstart as the picture in the README: a real run in a real terminal.
 
-    python docs/record_quickstart.py        # writes docs/quickstart.svg
+python docs/record_quickstart.py        # writes docs/quickstart.svg
 """
 
 from __future__ import annotations

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pool import Pool
+
+from gradus.record.directory import RunDirectory
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     with Pool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "run")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradus.parallel.world import World, connected
+from gradus.parallel.world import connected
 
 
 class Pool:
@@ -55,7 +55,7 @@ def _serve(pipe: Any) -> None:
         try:
             store = dist.FileStore(store_file, ranks)
             with connected(rank, rank, ranks, torch.device("cpu"), store) as world:
-                assert isinstance(world, World)
+                world.barrier()  # else one rank may leave while another still connects
                 pipe.send((True, function(world, *arguments)))
         except BaseException:
             pipe.send((False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"))

@@ -75,3 +75,27 @@ class Poisoned(nn.Module):
 
 def raising_metric(output: Any, batch: Any) -> Any:
     raise ValueError("this metric is broken")
+
+
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.used(x)
+        return y
+
+
+class TakesOther(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return super().forward(x + z)
+
+
+class NumpyPoints(Points):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x.double().numpy(), y.double().numpy()

@@ -25,6 +25,10 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
+
+
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used: `import gradus` stays quick and needs no torch."""
     if name not in _HOMES:

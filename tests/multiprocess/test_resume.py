@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import user_code
 from pool import Pool
-from training_cases import recipe_for, trained
+from training_cases import recipe_for
+from user_runs import HERE, attempt, line_recipe
 
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
 from gradus.record.metrics import read_metrics
-from gradus.schema.recipe import Recipe
-
-HERE = user_code.__file__
-
-
-def line_recipe(**changes: Any) -> Recipe:
-    """A straight line through points, by code of a user's own."""
-    document = {
-        "model": {"use": f"{HERE}:line"},
-        "data": {"use": f"{HERE}:Points"},
-        "loss": "mse",
-        "optimizer": {"use": "sgd", "lr": 0.01},
-        "batch": 8,
-        "steps": 10,
-        **changes,
-    }
-    return recipe_for("gpt", **document)
-
-
-def attempt(pool: Pool, run: RunDirectory, recipe: Recipe, number: int = 1, ranks: int = 1) -> list[dict[str, Any]]:
-    return pool.run(ranks, trained, str(run.path), recipe, number)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "run")
 
 
 def test_more_steps(pool: Pool, run: RunDirectory) -> None:
@@ -124,7 +97,7 @@ def test_an_evaluation_looks_at_the_same_samples_whatever_the_plan(pool: Pool, t
     assert len(losses) == 1, losses
 
 
-def test_ranks_that_see_different_data_are_refused_with_the_numbers(pool: Pool, run: RunDirectory) -> None:
-    recipe = line_recipe(data={"use": f"{HERE}:more_points_on_rank_1"})
-    with pytest.raises(AssertionError, match=r"do not agree on the number of training samples: \[58, 72\]"):
-        pool.run(2, user_code.on_unequal_data, str(run.path), recipe)
+def test_a_budget_below_what_is_done_is_refused(pool: Pool, run: RunDirectory) -> None:
+    attempt(pool, run, line_recipe(steps=6))
+    with pytest.raises(AssertionError, match="the run is at step 6 already, beyond its budget of 4 now"):
+        attempt(pool, run, line_recipe(steps=4), 2)

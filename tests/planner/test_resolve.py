@@ -35,7 +35,12 @@ def test_the_data_inherits_the_models_context_unless_it_has_its_own():
     ("model", "data", "expected"),
     [
         ({"use": "gpt", "vocabulary": 300}, {"use": "synthetic-tokens"}, {"context": 256, "vocabulary": 300}),
-        ({"use": "bert", "vocabulary": 300}, {"use": "tokens"}, {"context": 256, "vocabulary": 300}),
+        (
+            {"use": "bert", "vocabulary": 300},
+            {"use": "tokens"},
+            {"context": 256, "vocabulary": 300, "objective": "masked"},
+        ),
+        ({"use": "bert"}, {"use": "stdlib-text", "objective": "next"}, {"context": 256, "objective": "next"}),
         ({"use": "gpt", "vocabulary": 300}, {"use": "stdlib-text"}, {"context": 256}),
         ({"use": "vit", "image": 16, "channels": 1}, {"use": "synthetic-images"}, {"size": 16, "channels": 1}),
         ({"use": "resnet18", "image": 64}, {"use": "digits"}, {"size": 64, "channels": 3}),

@@ -185,7 +185,7 @@ def test_the_users_line_is_found_also_in_a_folder_named_gradus(tmp_path: Path) -
 
 
 def test_an_unknown_key_of_a_users_model_is_bad_input(files: Path) -> None:
-    with pytest.raises(InputError, match="unexpected keyword argument 'wdith'"):
+    with pytest.raises(InputError, match=r"model.wdith: unknown key .* 'wdith'; did you mean 'width'"):
         build_model(recipe(files, {"use": "build", "wdith": 7}), CPU, torch.float32)
 
 

@@ -24,6 +24,18 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 RunsOption = Annotated[str, typer.Option("--runs", metavar="FOLDER", help="Where run directories are.")]
 
 
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Take a PyTorch model from one GPU to a supercomputer."""
+    if version:
+        from gradus import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
 @app.command()
 def train(
     recipe: Annotated[str | None, typer.Argument(help="A recipe.yaml; not needed with --resume.")] = None,
@@ -85,6 +97,8 @@ def _usage_error(error: Exception) -> int:
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         raise error
+    if not format_message():  # no verb at all: the help was printed
+        return EXIT_BAD_INPUT
     if "--json" in sys.argv:
         document = {"kind": "bad-input", "message": format_message(), "hint": "see gradus --help"}
         print_json({"error": document, "exit_code": EXIT_BAD_INPUT})

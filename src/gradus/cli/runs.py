@@ -8,6 +8,7 @@ from typing import Any
 from gradus.cli.output import print_json
 from gradus.record.directory import RunDirectory, find_runs
 from gradus.record.events import read_events
+from gradus.record.format import number_text
 from gradus.record.metrics import read_metrics
 from gradus.record.status import read_status, shown_state
 from gradus.record.summary import summary_text
@@ -74,13 +75,16 @@ def _print_table(documents: list[dict[str, Any]], runs: str) -> None:
 
     table = Table(box=None, pad_edge=False)
     for column in ("run", "state", "step", "loss", "attempt", "updated (UTC)"):
-        table.add_column(column, justify="right" if column in ("step", "loss", "attempt") else "left")
+        right = column in ("step", "loss", "attempt")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
     for d in documents:
         steps = f"{d['step']}/{d['steps_total']}" if d["steps_total"] else str(d["step"] or "-")
-        loss = f"{d['loss']:.4f}" if d["loss"] is not None else "-"
+        loss = number_text(d["loss"]) if d["loss"] is not None else "-"
         updated = (d["updated_at"] or "-").replace("T", " ")[:19]
         table.add_row(f"{d['name']}/{d['id']}", d["state"], steps, loss, str(d["attempt"] or "-"), updated)
-    Console().print(table)
+    console = Console()
+    # An id that is cut off cannot be given to --resume: on a narrow terminal lines are longer instead.
+    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False, soft_wrap=True)
 
 
 def _print_run(run: RunDirectory) -> None:

@@ -112,6 +112,8 @@ def _report(result: Result, recipe: Recipe, recipe_path: str | None) -> None:
             print(f"run: {shown(result.run.path)}, which got to step {result.step}", file=sys.stderr)
         return
     print(summary_text(result.run, _next_steps(result, recipe, recipe_path)))
+    if result.state == "finished" and result.reason and not result.reason.endswith("steps done"):
+        print(f"\nfinished early: {result.reason}")
     if result.state == "stopped":
         print(f"\nstopped on request ({result.reason}) and saved at step {result.step}; continue with")
         print(f"  gradus train --resume {shown(result.run.path)}")

@@ -100,10 +100,9 @@ class Indexed:
         """What the model sees, from a raw batch on the device."""
         if self.source is not None:
             finished: Inputs = self.source.finish(batch, dtype)
-        elif dtype == torch.float64:
-            finished = _mapped(batch, lambda t: t.double() if t.is_floating_point() else t)
-        else:
-            finished = batch
+        else:  # numpy's numbers are float64 unless somebody asked for less; the model's are what the plan says
+            wide = torch.float32 if dtype == torch.float64 else torch.float64
+            finished = _mapped(batch, lambda t: t.to(dtype) if t.dtype == wide else t)
         return finished
 
 

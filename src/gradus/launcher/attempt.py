@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 from gradus.hardware.detect import Machine
 from gradus.planner.defaults import Choice
@@ -30,6 +31,7 @@ class Launch:
     recipe: Recipe
     ranks: int
     cores: int
+    lock: TextIO  # held until the launch is forgotten
 
 
 def prepare_attempt(run: RunDirectory, recipe: Recipe, cluster: Cluster, choice: Choice, machine: Machine) -> int:

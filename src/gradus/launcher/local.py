@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -30,6 +31,7 @@ from gradus.planner.defaults import default_plan
 from gradus.planner.resolve import resolved
 from gradus.record.directory import RunDirectory
 from gradus.record.events import EventWriter
+from gradus.record.lock import locked
 from gradus.record.metrics import read_metrics
 from gradus.record.outcome import read_outcome
 from gradus.record.status import Status, read_status, write_status
@@ -86,11 +88,17 @@ def train(
     resume: str | None = None,
     quiet: bool = False,
 ) -> Result:
-    """Train a recipe on this machine: start the ranks, wait, and return how it ended."""
+    """Train a recipe on this machine: start the ranks, wait, and return how it ended.
+
+    A bad recipe raises; a run that fails does not: its result has the state `failed` and the error.
+    """
     if not isinstance(recipe, Recipe):
         recipe = Recipe.load(recipe)
     launch = prepare(recipe, nproc, cluster=cluster, runs=Path(runs), run_id=run_id, resume=resume)
-    return launch_local(launch, quiet=quiet)
+    result = launch_local(launch, quiet=quiet)
+    if result.error and not quiet:
+        print(f"error: {result.error['message']}", file=sys.stderr)
+    return result
 
 
 def prepare(
@@ -114,11 +122,13 @@ def prepare(
     choice = default_plan(recipe, cluster, nproc)
     if resume is not None:
         run = RunDirectory.open(resume, runs)
+        lock = locked(run)
         check_resumable(run, recipe)
     else:
         run = RunDirectory.create(runs, recipe.name, run_id)
+        lock = locked(run)
     attempt = prepare_attempt(run, recipe, cluster, choice, machine)
-    return Launch(run, attempt, recipe, choice.plan.mesh.world_size, machine.cpu_cores)
+    return Launch(run, attempt, recipe, choice.plan.mesh.world_size, machine.cpu_cores, lock)
 
 
 def launch_local(launch: Launch, *, quiet: bool = False, stream: TextIO | None = None) -> Result:

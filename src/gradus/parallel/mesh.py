@@ -12,6 +12,8 @@ def check_supported(plan: Plan) -> None:
         ways = getattr(plan.mesh, name)
         if ways > 1:
             raise _refused(f"plan.mesh.{name}", ways, 1, "use mesh.replicate, or leave the mesh to gradus")
+    if plan.zero:
+        raise _refused("plan.zero", plan.zero, 0, "sharding is not in this version; use mesh.replicate")
     if plan.recompute != "none":
         raise _refused("plan.recompute", plan.recompute, "none", "a smaller plan.micro_batch also saves memory")
     if plan.offload != "none":

@@ -28,7 +28,7 @@ def _resolved(recipe: Recipe) -> Recipe:
     if is_import_path(data.use):
         check_import_path(data.use, "data.use")
     else:
-        if data.use in BUILT_IN:
+        if data.use in BUILT_IN and settings:
             recipe = _with_data_from_model(recipe, settings)
         check_source(recipe.data.use, data_options(recipe))
     named = [("optimizer.use", recipe.optimizer.use), ("optimizer.decay", recipe.optimizer.decay)]
@@ -66,12 +66,18 @@ def check_model_fits_data(recipe: Recipe, vocabulary: int | None, classes: int |
 
 
 def _with_data_from_model(recipe: Recipe, settings: dict[str, object]) -> Recipe:
-    """The data has the model's context, vocabulary, image size and channels unless the recipe says otherwise."""
+    """The data has the model's context, vocabulary, image size and channels unless the recipe says otherwise.
+
+    And its objective: `bert` sees the whole text, so predicting the next token would teach it to copy.
+    """
     counterparts = {"context": "context", "vocabulary": "vocabulary", "size": "image", "channels": "channels"}
     inherited = {
         key: settings[setting]
         for key, setting in counterparts.items()
         if key in BUILT_IN[recipe.data.use].model_fields and settings.get(setting) is not None
     }
+    masked = catalogue.resolve(recipe.model.use, {})[0].name == "bert"
+    if masked and "objective" in BUILT_IN[recipe.data.use].model_fields:
+        inherited["objective"] = "masked"
     given = recipe.data.model_dump(exclude_unset=True)
     return recipe.model_copy(update={"data": type(recipe.data)(**{**inherited, **given})})

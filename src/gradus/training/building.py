@@ -21,7 +21,7 @@ from gradus.data.split import Part, Split, scattered
 from gradus.models import catalogue
 from gradus.planner.resolve import data_options
 from gradus.schema.callables import import_callable, is_import_path
-from gradus.schema.errors import GradusError, InputError
+from gradus.schema.errors import GradusError, InputError, unknown_name
 from gradus.schema.recipe import Recipe
 from gradus.training.randomness import seed_for_construction
 
@@ -33,15 +33,10 @@ def build_model(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> nn.
     """The model on its device, with the same initial weights on every rank."""
     seed_for_construction("model", recipe.seed)
     use, options = recipe.model.use, recipe.model.options
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        if not is_import_path(use):
-            with torch.device(device):
-                return catalogue.build(use, options)
-        model = _called("model.use", use, options)
-    finally:
-        torch.set_default_dtype(before)
+    if not is_import_path(use):
+        with torch.device(device):
+            return catalogue.build(use, options).to(dtype)
+    model = _called("model.use", use, options)
     if not isinstance(model, nn.Module):
         raise InputError(
             f"model.use: {use} returned {type(model).__name__}, allowed: a torch.nn.Module", field="model.use"
@@ -121,7 +116,26 @@ class _Subset:
 def _called(field: str, use: str, options: dict[str, Any]) -> Any:
     with user_code(field, use):
         function: Callable[..., Any] = import_callable(use, field)
+        _check_arguments(function, field, use, options)
         return function(**options)
+
+
+def _check_arguments(function: Callable[..., Any], field: str, use: str, options: dict[str, Any]) -> None:
+    """A key that the callable does not take, or lacks, is a mistake in the recipe and not in the callable."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables written in C do not tell
+        return
+    block = field.partition(".")[0]
+    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in options:
+            if key not in [p.name for p in named]:
+                raise unknown_name(f"key for {use}:", key, [p.name for p in named], field=f"{block}.{key}")
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            key = f"{block}.{parameter.name}"
+            raise InputError(f"{key}: missing, and {use} needs it", field=key)
 
 
 @contextmanager

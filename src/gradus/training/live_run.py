@@ -17,7 +17,7 @@ from gradus.faults.announcements import Announcements
 from gradus.faults.stop_request import StopRequest
 from gradus.hardware.catalogue import find_gpu, peak_flops
 from gradus.parallel.batch_norm import has_batch_norm
-from gradus.parallel.replicate import replicated, unwrapped
+from gradus.parallel.replicate import replicated, share_buffers, unwrapped
 from gradus.parallel.world import World
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
@@ -35,6 +35,8 @@ from gradus.training.precision import Numbers, apply_backend_settings, numbers_f
 from gradus.training.recorder import Rates, Recorder
 from gradus.training.schedules import Schedule, learning_rate, scaled_peak
 from gradus.training.step import TrainingStep
+
+EVALUATION_ORDER = 0  # the key of the order in which validation samples are taken: the same for every run
 
 
 @dataclass
@@ -88,7 +90,7 @@ class LiveRun:
         self.tokens_per_sample = source.tokens_per_sample if source else None
         check_model_fits_data(recipe, source.vocabulary if source else None, source.classes if source else None)
         self.total_samples, self.total_steps = self._budget(self.train_data.length)
-        self.loader = self._loader(self.train_data, recipe.batch, self.total_samples, plan.accumulate, seed=recipe.seed)
+        self.loader = self._loader(self.train_data, recipe.batch, self.total_samples, plan.accumulate, recipe.seed)
         self.evaluator = self._evaluator(open_data(recipe, "validation"))
 
     def _build_model(self) -> None:
@@ -160,6 +162,7 @@ class LiveRun:
         One that cannot be written in the middle of a run is reported, and training goes on; at its end there is no
         later one that would do.
         """
+        share_buffers(self.model, self.world)
         try:
             if self.world.leads:
                 self._write_checkpoint()
@@ -222,6 +225,14 @@ class LiveRun:
 
     def _check_same_data(self, checkpoint: Checkpoint) -> None:
         """The position in the stream is a step number; it must mean the same samples as when it was saved."""
+        if checkpoint.step > self.total_steps:
+            raise InputError(
+                f"the run is at step {checkpoint.step} already, beyond its budget of {self.total_steps} now",
+                hint=f"--set steps={checkpoint.step * 2}, or start a new run",
+                field="steps",
+                found=self.total_steps,
+                allowed=f"at least {checkpoint.step}",
+            )
         length, samples = checkpoint.state["dataset_length"], checkpoint.state["samples"]
         if length != self.train_data.length:
             raise InputError(
@@ -279,12 +290,12 @@ class LiveRun:
         steps = math.ceil(recipe.tokens / (recipe.batch * self.tokens_per_sample))
         return steps * recipe.batch, steps
 
-    def _loader(self, data: Indexed, batch: int, total: int, accumulate: int, seed: int | None) -> Loader:
+    def _loader(self, data: Indexed, batch: int, total: int, accumulate: int, seed: int) -> Loader:
         slices = Slices(
             batch=batch,
             micro_batch=self.plan.micro_batch,
             accumulate=accumulate,
-            data_rank=self.world.rank,
+            data_rank=self.world.data_rank,
             total_samples=total,
         )
         return Loader(
@@ -305,7 +316,8 @@ class LiveRun:
         if self.recipe.evaluate.batches is not None:
             samples = min(samples, self.recipe.evaluate.batches * self.recipe.batch)
         at_once = self.plan.micro_batch * self.plan.mesh.data_ranks
-        return Evaluator(self._loader(data, at_once, samples, 1, seed=None), math.ceil(samples / at_once))
+        # In an order of their own: the first few as they lie may all be of one class or from one text.
+        return Evaluator(self._loader(data, at_once, samples, 1, EVALUATION_ORDER), math.ceil(samples / at_once))
 
     def _rates(self) -> Rates:
         device = self.world.device

@@ -13,6 +13,7 @@ from torch.nn.utils import get_total_norm
 from gradus.data.loader import MicroBatch
 from gradus.data.order import sample_indices
 from gradus.faults.numerics import always_overflows, not_a_number
+from gradus.parallel.replicate import share_buffers
 from gradus.training.evaluation import evaluate
 from gradus.training.live_run import LiveRun
 from gradus.training.readback import PendingNumbers
@@ -151,6 +152,7 @@ def _evaluation_due(live: LiveRun) -> bool:
 def _evaluated(live: LiveRun) -> bool:
     """Whether the evaluation ran to its end."""
     assert live.evaluator is not None
+    share_buffers(live.model, live.world)
     began = time.monotonic()
     results = evaluate(
         live.model,

@@ -36,7 +36,8 @@ class Objective:
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
         self._loss = _named_loss(recipe.loss) if recipe.loss else None
         self._metrics = {name.rpartition(":")[2]: _named_metric(name) for name in recipe.metrics}
-        self._accepted = _keywords(model) if self._loss else None
+        self._signature = inspect.signature(model.forward)
+        self._accepted = _keywords(self._signature) if self._loss else None
 
     def check_metric(self, name: str, reference_model: bool) -> None:
         """Refuse, before training, a metric that no evaluation will have. Reference models know their accuracy."""
@@ -58,8 +59,33 @@ class Objective:
     def _output(self, model: nn.Module, batch: Batch) -> Any:
         if isinstance(batch, Mapping):
             chosen = batch if self._accepted is None else {k: v for k, v in batch.items() if k in self._accepted}
-            return model(**chosen)
-        return model(*(batch[:-1] if self._loss else batch))
+            positional, named = (), dict(chosen)
+        else:
+            positional, named = tuple(batch[:-1] if self._loss else batch), {}
+        try:
+            return model(*positional, **named)
+        except TypeError as error:
+            self._explain_mismatch(error, positional, named, batch)
+            raise
+
+    def _explain_mismatch(
+        self, error: TypeError, positional: tuple[Any, ...], named: dict[str, Any], batch: Batch
+    ) -> None:
+        """If the batch does not fit the model's forward at all, say so in terms of the recipe."""
+        try:
+            self._signature.bind(*positional, **named)
+        except TypeError:
+            found = f"keys {sorted(batch)}" if isinstance(batch, Mapping) else f"a tuple of {len(batch)}"
+            hint = (
+                "with a `loss`, a tuple's last element is the target and a dict's keys are matched with forward's names"
+            )
+            if self._loss is None:
+                hint = "without `loss`, the whole batch goes to the model; name one, for example `loss: cross-entropy`"
+            raise InputError(
+                f"model: forward{self._signature} does not take what the data gives: {found} ({error})",
+                hint=hint,
+                field="model.use",
+            ) from error
 
     def _measured(self, output: Any, batch: Batch, samples: int) -> dict[str, tuple[Tensor, Tensor]]:
         measured = {}
@@ -108,9 +134,9 @@ def _not_a_loss(result: Any, mean: Any, with_loss: bool, what: str) -> InputErro
     return InputError(f"{what}: found {found}, allowed: {allowed}", hint=hint, field="loss")
 
 
-def _keywords(model: nn.Module) -> frozenset[str] | None:
+def _keywords(forward: inspect.Signature) -> frozenset[str] | None:
     """The names that the model's forward takes, or None when it takes any."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters = forward.parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None
     return frozenset(parameters)

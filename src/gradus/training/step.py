@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gradus.data.loader import MicroBatch
 from gradus.parallel.batch_norm import muted_batch_norm
-from gradus.parallel.replicate import reducing_gradients
+from gradus.parallel.replicate import check_every_parameter_is_used, explain_ddp_error, reducing_gradients
 from gradus.parallel.world import World
 from gradus.training.loss_scaling import LossScale, step_unless
 from gradus.training.objective import Losses, Objective
@@ -50,6 +50,8 @@ class TrainingStep:
         """Step number `step` (from 0). No line in here makes the host wait for the device."""
         loss_sum, count, correction = self._gradients(micro_batches, step)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if len(gradients) < len(self._parameters) and self._world.size > 1:
+            check_every_parameter_is_used(self.model)
         if correction is not None:
             torch._foreach_mul_(gradients, correction)
         grad_norm, overflow, scale_before, scale_after = None, None, None, None
@@ -136,5 +138,11 @@ class TrainingStep:
     def _forward(self, micro: MicroBatch, step: int) -> Losses:
         seed_for_micro_batch(self._seed, step, micro.position, self._world.device)
         padding = micro.samples == 0
-        with muted_batch_norm(self.model, padding), self._numbers.computing(self._world.device):
-            return self._objective(self.model, micro.inputs, micro.samples)
+        try:
+            with muted_batch_norm(self.model, padding), self._numbers.computing(self._world.device):
+                return self._objective(self.model, micro.inputs, micro.samples)
+        except RuntimeError as error:
+            explained = explain_ddp_error(error, self.model)
+            if explained is error:
+                raise
+            raise explained from error

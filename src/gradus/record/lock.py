@@ -1,0 +1,26 @@
+"""One launcher at a time: a lock that the operating system releases when its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+from typing import TextIO
+
+from gradus.record.directory import RunDirectory
+from gradus.schema.errors import InputError
+
+
+def locked(run: RunDirectory) -> TextIO:
+    """Hold the run. The lock lasts as long as the file that is returned."""
+    file = (run.control / "lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(
+            f"{run.path}: the run is alive: another process holds it",
+            hint="wait for it or stop it",
+            found=str(run.path),
+        ) from None
+    except OSError:
+        pass  # a file system without locks: the age of the status is all there is to go by
+    return file
