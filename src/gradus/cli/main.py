@@ -30,9 +30,9 @@ def options(
 ) -> None:
     """Take a PyTorch model from one GPU to a supercomputer."""
     if version:
-        from gradus import __version__
+        import gradus
 
-        print(__version__)
+        print(gradus.__version__)
         raise typer.Exit
 
 

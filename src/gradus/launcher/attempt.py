@@ -31,7 +31,7 @@ class Launch:
     recipe: Recipe
     ranks: int
     cores: int
-    lock: TextIO  # held until the launch is forgotten
+    lock: TextIO | None = None  # held until the launch is forgotten
 
 
 def prepare_attempt(run: RunDirectory, recipe: Recipe, cluster: Cluster, choice: Choice, machine: Machine) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import faulthandler
 import os
 import signal
@@ -54,7 +55,7 @@ def debug_rank(run: RunDirectory, attempt: int) -> Ending:
     return run_rank(run, attempt, alone(_device(0)))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point of a rank under torchrun."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
@@ -75,15 +76,24 @@ def main(arguments: list[str] | None = None) -> int:
                 _fail(run, attempt, error, rank)
     except Exception as error:
         _fail(run, attempt, error, rank)
-    return EXIT_FINISHED
+    _leave(EXIT_FINISHED)
 
 
 def _fail(run: RunDirectory, attempt: int, error: Exception, rank: int) -> NoReturn:
     traceback.print_exception(error)
     _leave_error(run, attempt, error, rank)
+    _leave(EXIT_FAILED)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process without tearing torch down, whose threads now and then abort at exit.
+
+    Everything of ours is written by now. What the user's code or loader workers registered for the end is done first.
+    """
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_FAILED)
+    os._exit(code)
 
 
 def _device(local_rank: int) -> torch.device:
@@ -156,4 +166,4 @@ def _lost_a_peer(error: Exception) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
