@@ -121,7 +121,7 @@ class Loader:
         on_device: bool = True,
         channels_last: bool = False,
     ) -> None:
-        """With a seed, epochs are shuffled by the global order; without, samples come as they lie (evaluation)."""
+        """With a seed, epochs are shuffled by the global order; without, samples come as they lie."""
         self.slices = slices
         self._fetch = _Fetch(dataset, seed)
         self._dataset = dataset

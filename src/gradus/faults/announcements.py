@@ -21,6 +21,7 @@ class Announcements:
     def __init__(self, world: World) -> None:
         self._world = world
         self._seen = 0
+        self._read_at = -1  # the boundary at which the store was last asked
         # More than one of an action only on a rank that is behind: it may read of the next before it has come to this.
         self._pending: dict[Action, deque[int]] = {"stop": deque(), "save": deque()}
 
@@ -37,8 +38,9 @@ class Announcements:
 
     def due(self, action: Action, step: int) -> bool:
         """Whether all ranks act at this boundary. Call at every boundary, for every action."""
-        if not self._world.leads:
+        if not self._world.leads and step != self._read_at:  # once for all actions: it is a round trip
             self._read()
+            self._read_at = step
         pending = self._pending[action]
         if not pending or pending[0] > step:
             return False

@@ -198,6 +198,7 @@ class LiveRun:
     def _resume(self) -> None:
         """Go on from the newest checkpoint that can be trusted, if there is one. Rank 0 decides which."""
         step = torch.full((), -1, dtype=torch.int64, device=self.world.device)
+        newest = None
         if self.world.leads:
             newest, damaged = self.store.newest()
             for problem in damaged:
@@ -207,7 +208,7 @@ class LiveRun:
             dist.broadcast(step, src=0)
         if step.item() < 0:
             return
-        checkpoint = self.store.open(int(step.item()))
+        checkpoint = newest or self.store.open(int(step.item()))  # rank 0 has read and verified it already
         self._check_same_data(checkpoint)
         tensors, optimizer = checkpoint.tensors(), checkpoint.state["optimizer"]
         restore_model(self.model, tensors)

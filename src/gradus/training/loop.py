@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from torch.nn.utils import get_total_norm
 
@@ -14,6 +14,7 @@ from gradus.data.loader import MicroBatch
 from gradus.data.order import sample_indices
 from gradus.faults.numerics import always_overflows, not_a_number
 from gradus.parallel.replicate import share_buffers
+from gradus.schema.errors import DoNotRestart
 from gradus.training.evaluation import evaluate
 from gradus.training.live_run import LiveRun
 from gradus.training.readback import PendingNumbers
@@ -130,16 +131,18 @@ def _check_finite(
         indices=indices.tolist(),
         saved_step=saved_step,
     )
-    live.recorder.event("fault", **error.document())
-    raise error
+    _fail(live, error)
 
 
 def _check_some_steps_happen(live: LiveRun, step: int, scale: float | None) -> None:
     last = live.state.skipped_steps[-MOST_SKIPPED_STEPS:]
     if len(last) == MOST_SKIPPED_STEPS and last[0] == step - MOST_SKIPPED_STEPS:
-        error = always_overflows(step=step, skipped=MOST_SKIPPED_STEPS, scale=scale or 0.0)
-        live.recorder.event("fault", **error.document())
-        raise error
+        _fail(live, always_overflows(step=step, skipped=MOST_SKIPPED_STEPS, scale=scale or 0.0))
+
+
+def _fail(live: LiveRun, error: DoNotRestart) -> NoReturn:
+    live.recorder.event("fault", **error.document())
+    raise error
 
 
 def _evaluation_due(live: LiveRun) -> bool:
