@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import multiprocessing
+import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradus.parallel import world as worlds
 from gradus.parallel.world import connected
+
+DEADLINE = 300.0  # seconds for one job; the longest takes about 30 on two busy cores
 
 
 class Pool:
     def __init__(self, size: int) -> None:
+        self._size = size
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
-        for _ in range(size):
+        for _ in range(self._size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,))  # not a daemon: those may not have loader workers
             process.start()
@@ -42,13 +54,27 @@ class Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
                 self._pipes[rank].send((rank, ranks, str(Path(folder) / "store"), function, arguments))
-            answers = [self._pipes[rank].recv() for rank in range(ranks)]
+            answers = self._answers(ranks, time.monotonic() + DEADLINE)
         failures = [text for ok, text in answers if not ok]
         assert not failures, "\n".join(failures)
         return [result for _, result in answers]
 
+    def _answers(self, ranks: int, deadline: float) -> list[Any]:
+        """What each rank says. One that says nothing in time shows on stderr where it is, and all are replaced."""
+        late = [rank for rank in range(ranks) if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic()))]
+        if not late:
+            return [pipe.recv() for pipe in self._pipes[:ranks]]
+        for process in self._processes[:ranks]:
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)  # for faulthandler to write
+        for process in self._processes:
+            process.kill()
+        self._start()
+        raise AssertionError(f"rank {late} of {ranks} did not answer within {DEADLINE:g} s; stacks are on stderr")
+
 
 def _serve(pipe: Any) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     while (job := _next_job(pipe)) is not None:
         rank, ranks, store_file, function, arguments = job
@@ -59,6 +85,8 @@ def _serve(pipe: Any) -> None:
                 pipe.send((True, function(world, *arguments)))
         except BaseException:
             pipe.send((False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"))
+        gc.collect()  # no model of this job may outlive the backends (see there)
+        worlds.left_backends.clear()
 
 
 def _next_job(pipe: Any) -> Any:

@@ -14,6 +14,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
+# The gloo backends of worlds that this process has left. Were a DDP model the last to hold one, freeing the model would
+# join gloo's threads while it holds the interpreter's lock, and one of those threads may be waiting for that lock
+# (seen with torch 2.13). Freed from Python, a backend lets go of the lock first.
+left_backends: list[object] = []
+
 
 @dataclass(frozen=True)
 class World:
@@ -70,6 +75,7 @@ def connected(rank: int, local_rank: int, size: int, device: torch.device, store
     try:
         yield World(rank, local_rank, size, device, PrefixStore("gradus", store))
     finally:
+        left_backends.append(dist.group.WORLD._get_backend(torch.device("cpu")))  # type: ignore[union-attr]
         dist.destroy_process_group()
 
 
