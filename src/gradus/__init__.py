@@ -6,7 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradus.launcher.local import Result, train
+    from gradus.launcher.local import train
+    from gradus.launcher.result import Result
     from gradus.schema.cluster import Cluster
     from gradus.schema.errors import GradusError
     from gradus.schema.plan import Plan
@@ -20,7 +21,7 @@ _HOMES = {
     "GradusError": "gradus.schema.errors",
     "Plan": "gradus.schema.plan",
     "Recipe": "gradus.schema.recipe",
-    "Result": "gradus.launcher.local",
+    "Result": "gradus.launcher.result",
     "train": "gradus.launcher.local",
 }
 

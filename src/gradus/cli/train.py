@@ -13,7 +13,8 @@ from pathlib import Path
 from gradus.cli.output import print_error, print_json, shown
 from gradus.launcher.attempt import Launch, recipe_of
 from gradus.launcher.following import POLL_SECONDS, Following, following
-from gradus.launcher.local import Result, launch_local, note_failure, prepare, result_of
+from gradus.launcher.local import launch_local, note_failure, prepare, result_of
+from gradus.launcher.result import Result
 from gradus.launcher.torchrun import determinism_variables
 from gradus.record.directory import RunDirectory
 from gradus.record.summary import summary_text

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from gradus.hardware.detect import detect_machine
 from gradus.hardware.torch_build import check_torch_can_use, installed_torch
 from gradus.launcher.attempt import Launch, check_resumable, prepare_attempt
 from gradus.launcher.following import POLL_SECONDS, Following, following
+from gradus.launcher.result import Result
 from gradus.launcher.torchrun import (
     death_in_log,
     free_port,
@@ -42,40 +43,6 @@ from gradus.schema.recipe import Recipe
 
 _RANK_MODULE = "gradus.training.rank"
 _KILL_AFTER_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended. `exit_code` is what `gradus train` leaves with."""
-
-    run: RunDirectory
-    state: str
-    exit_code: int
-    step: int
-    loss: float | None
-    reason: str | None = None
-    error: dict[str, Any] | None = None
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """One row for each logged step."""
-        return read_metrics(self.run)
-
-    def document(self) -> dict[str, Any]:
-        document: dict[str, Any] = {
-            "run": str(self.run.path),
-            "state": self.state,
-            "exit_code": self.exit_code,
-            "step": self.step,
-            "loss": self.loss,
-            "reason": self.reason,
-        }
-        if self.error:
-            document["error"] = self.error
-        if self.problems:
-            document["problems"] = self.problems
-        return document
 
 
 def train(

@@ -9,7 +9,7 @@ from gradus.data.sources import BUILT_IN
 from gradus.models import catalogue
 from gradus.schema.callables import check_import_path, is_import_path
 from gradus.schema.errors import InputError
-from gradus.schema.recipe import Recipe
+from gradus.schema.recipe import OWN, Recipe
 
 
 def resolved(recipe: Recipe) -> Recipe:
@@ -19,6 +19,15 @@ def resolved(recipe: Recipe) -> Recipe:
 
 
 def _resolved(recipe: Recipe) -> Recipe:
+    for field in ("model", "data", "optimizer"):
+        if getattr(recipe, field).use == OWN:
+            raise InputError(
+                f"{field}: missing",
+                hint="only a script with a loop of its own brings it: gradus train -- script.py",
+                field=field,
+                found="nothing",
+                allowed="a block with `use`",
+            )
     model, data = recipe.model, recipe.data
     settings: dict[str, object] = {}
     if is_import_path(model.use):
@@ -34,6 +43,7 @@ def _resolved(recipe: Recipe) -> Recipe:
     named = [("optimizer.use", recipe.optimizer.use), ("optimizer.decay", recipe.optimizer.decay)]
     named += [("loss", recipe.loss.use)] if recipe.loss else []
     named += [("metrics", name) for name in recipe.metrics]
+    named += [("hooks", hook.use) for hook in recipe.hooks]
     for field, name in named:
         if is_import_path(name):
             check_import_path(name, field)

@@ -19,10 +19,12 @@ from gradus.schema.plan import Plan
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 _OPEN = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
+OWN = "own"  # `use: own`, the default: an own loop brings it, and the recipe does not name it
 BUDGETS = ("steps", "epochs", "tokens")
 DECAYS = ("constant", "linear", "cosine", "step")
 LOSSES = ("cross-entropy", "mse")
 METRICS = ("accuracy",)
+HOOKS = ("ema",)
 OPTIMIZERS: dict[str, tuple[str, ...]] = {  # further keys that each built-in optimizer takes
     "adamw": ("betas", "eps"),
     "sgd": ("momentum", "dampening", "nesterov"),
@@ -52,13 +54,39 @@ class Named(BaseModel):
         return dict(self.model_extra or {})
 
 
+class ModelBlock(Named):
+    use: str = OWN
+    weights: str | None = None  # a safetensors file, or a folder with some, to start from
+
+
+class LoraBlock(BaseModel):
+    """Train small matrices beside some Linear layers, which themselves stay as they are."""
+
+    model_config = _STRICT
+
+    rank: int = Field(ge=1)
+    alpha: float | None = Field(None, gt=0)  # the update is scaled by alpha / rank; by default alpha = rank
+    targets: list[str] = ["*"]  # patterns of the names of Linear layers
+
+
 class DataBlock(Named):
+    use: str = OWN
     limit: int | None = Field(None, ge=1)  # train on the first few samples only
+
+
+class GroupBlock(BaseModel):
+    """Parameters whose names match, with other settings than the rest."""
+
+    model_config = _STRICT
+
+    match: list[str] = Field(min_length=1)  # patterns; a parameter belongs to the first group that it matches
+    lr_factor: float = Field(1.0, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
 
 
 class OptimizerBlock(Named):
     use: str = "adamw"
-    lr: float = Field(gt=0)
+    lr: float = Field(1.0, gt=0)  # to be given, except for an own optimizer, which has its own
     warmup: int = Field(0, ge=0)  # steps
     decay: str = "constant"
     decay_to: float = Field(0.0, ge=0, le=1)  # where linear and cosine end, as a fraction of lr
@@ -69,6 +97,7 @@ class OptimizerBlock(Named):
     clip: float | None = Field(None, gt=0)
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     lr_batch: int | None = Field(None, ge=1)  # the batch that `lr` was chosen for
+    groups: list[GroupBlock] = []
 
 
 class EvaluateBlock(BaseModel):
@@ -98,20 +127,24 @@ class Recipe(BaseModel):
     model_config = _STRICT
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    model: Named
-    data: DataBlock
+    model: ModelBlock = ModelBlock()
+    data: DataBlock = DataBlock()
     batch: int = Field(ge=1)  # samples in one optimizer step, on any hardware
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
     tokens: int | None = Field(None, ge=1)
-    optimizer: OptimizerBlock
+    optimizer: OptimizerBlock = OptimizerBlock(use=OWN)
     seed: int = Field(1, ge=0)
     loss: Named | None = None
     metrics: list[str] = []
+    hooks: list[Named] = []
+    freeze: list[str] = []  # patterns of the names of parameters that are not trained
+    lora: LoraBlock | None = None
     evaluate: EvaluateBlock = EvaluateBlock()
     log_every: int = Field(1, ge=1)
     checkpoint: CheckpointBlock = CheckpointBlock()
     deterministic: bool = False
+    anomaly: bool = False  # find the forward operation whose backward gave a NaN; slow
     on_nan: Literal["stop"] = "stop"
     exporters: list[Literal["tensorboard"]] = []
     plan: Plan = Plan()
@@ -122,6 +155,13 @@ class Recipe(BaseModel):
     @classmethod
     def _loss_by_name(cls, value: Any) -> Any:
         return {"use": value} if isinstance(value, str) else value
+
+    @field_validator("hooks", mode="before")
+    @classmethod
+    def _hooks_by_name(cls, value: Any) -> Any:
+        return (
+            [{"use": hook} if isinstance(hook, str) else hook for hook in value] if isinstance(value, list) else value
+        )
 
     @model_validator(mode="after")
     def _one_budget(self) -> Recipe:
@@ -166,7 +206,16 @@ class Recipe(BaseModel):
             return InputError(f"{field}: missing; {reason}", field=field, found="nothing", allowed="a whole number")
 
         optimizer = self.optimizer
-        if not is_import_path(optimizer.use):
+        if optimizer.use != OWN and "lr" not in optimizer.model_fields_set:
+            raise InputError("optimizer.lr: missing", field="optimizer.lr", found="nothing", allowed="a number above 0")
+        if optimizer.use == OWN and "lr" in optimizer.model_fields_set:
+            raise InputError(
+                f"optimizer.lr: found {optimizer.lr:g}, but an own optimizer has its own learning rate",
+                hint="leave it out; warmup and decay apply to the optimizer's own",
+                field="optimizer.lr",
+                found=optimizer.lr,
+            )
+        if not is_import_path(optimizer.use) and optimizer.use != OWN:
             if optimizer.use not in OPTIMIZERS:
                 raise unknown_name("optimizer", optimizer.use, OPTIMIZERS, field="optimizer.use")
             allowed = OPTIMIZERS[optimizer.use]
@@ -185,6 +234,9 @@ class Recipe(BaseModel):
         for name in self.metrics:
             if not is_import_path(name) and name not in METRICS:
                 raise unknown_name("metric", name, METRICS, field="metrics")
+        for hook in self.hooks:
+            if not is_import_path(hook.use) and hook.use not in HOOKS:
+                raise unknown_name("hook", hook.use, HOOKS, field="hooks")
 
     def _with_absolute_files(self, folder: Path) -> Recipe:
         """Ranks, and a resume from elsewhere, must find the files that the recipe names."""
@@ -200,11 +252,16 @@ class Recipe(BaseModel):
         path = self.data.options.get("path")
         if isinstance(path, str) and not is_import_path(data.use):  # a key of the built-in sources
             data = data.model_copy(update={"path": found_from(folder, path)})
-        changes: dict[str, Any] = {"model": block(self.model), "data": data, "optimizer": optimizer}
+        model = block(self.model)
+        if self.model.weights is not None:
+            model = model.model_copy(update={"weights": found_from(folder, self.model.weights)})
+        changes: dict[str, Any] = {"model": model, "data": data, "optimizer": optimizer}
         if self.loss:
             changes["loss"] = block(self.loss)
         if self.metrics:
             changes["metrics"] = [placed(name) for name in self.metrics]
+        if self.hooks:
+            changes["hooks"] = [block(hook) for hook in self.hooks]
         return self.model_copy(update=changes)
 
     def to_yaml(self) -> str:
