@@ -37,7 +37,7 @@ CNN = {
 def live_run(folder: Path, attempt: int = 1, run: RunDirectory | None = None, **document: Any) -> LiveRun:
     recipe = resolved(Recipe.from_document({"name": "check", "batch": 32, "steps": 30, "seed": 1, **document}))
     plan = default_plan(recipe, detect_cluster(), 1).plan
-    return LiveRun(recipe, plan, run or RunDirectory.create(folder, "check"), attempt, alone(DEVICE))
+    return LiveRun.from_recipe(recipe, plan, run or RunDirectory.create(folder, "check"), attempt, alone(DEVICE))
 
 
 def finished(live: LiveRun) -> list[dict[str, Any]]:

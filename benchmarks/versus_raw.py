@@ -146,7 +146,7 @@ def gradus_segments(work: Work, folder: Path) -> Iterator[float]:
     recipe = resolved(Recipe.from_document(document))
     plan = default_plan(recipe, detect_cluster(), 1).plan
     run = RunDirectory.create(folder, "versus")
-    live = LiveRun(recipe, plan, run, 1, alone(DEVICE))
+    live = LiveRun.from_recipe(recipe, plan, run, 1, alone(DEVICE))
     live.saves_by_clock = False  # a checkpoint in the middle of a segment would be no part of a raw loop
     live.save = lambda required: None  # type: ignore[method-assign]
     print(f"  {plan.precision}, compile {plan.compile}, channels_last {plan.channels_last}, workers {plan.workers}")

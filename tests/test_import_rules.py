@@ -23,14 +23,21 @@ KNOWS: dict[str, set[str]] = {
     "parallel": set(),
     "checkpoint": set(),
     "faults": {"parallel"},  # ranks agree on a stop through the world's store
-    "planner": {"models", "data", "parallel", "hardware"},
+    "planner": {"models", "data", "parallel", "hardware", "checkpoint"},  # headers of pretrained weights
     "training": {"record", "hardware", "models", "data", "parallel", "checkpoint", "faults", "planner"},
-    "launcher": {"record", "hardware", "planner", "faults"},
+    "launcher": {"record", "hardware", "planner", "faults", "checkpoint"},  # of checkpoint, what needs no torch
     "cli": {"record", "hardware", "models", "data", "parallel", "checkpoint", "planner", "faults", "training"}
     | {"launcher"},
 }
-# The one way up: a cluster knows how to find itself.
-EXCEPTIONS = {("schema/cluster.py", "hardware", "detect")}
+# The few ways up, each inside a function: a cluster knows how to find itself; a result builds its model and data,
+# which needs torch, while launching a run must not; an own loop that nobody launched makes its own attempt.
+EXCEPTIONS = {
+    ("schema/cluster.py", "hardware", "detect"),
+    ("training/joining.py", "launcher", "join"),
+    ("training/own_loop.py", "launcher", "start"),
+    ("launcher/result.py", "training", "load_model"),
+    ("launcher/result.py", "training", "batch"),
+}
 
 
 def imports_of(path: Path) -> list[tuple[str, str | None]]:

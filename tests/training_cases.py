@@ -52,7 +52,7 @@ def trained(
 ) -> dict[str, Any]:
     """Train in this process's part of the world; how it ended and, from rank 0, the weights."""
     plan = default_plan(recipe, CLUSTER, world.size).plan
-    live = LiveRun(recipe, plan, RunDirectory(Path(folder)), attempt, world)
+    live = LiveRun.from_recipe(recipe, plan, RunDirectory(Path(folder)), attempt, world)
     if stop_step is not None:
         stopped_at(live, stop_step)
     ending = train(live)

@@ -45,6 +45,10 @@ def more_points_on_rank_1() -> Dataset[Any]:
     return Points(64 + 16 * int(os.environ.get("TEST_RANK", "0")))
 
 
+def all_points_to_train() -> Any:
+    return Points(), Points(8)
+
+
 def points_split_at_random() -> Any:
     return random_split(Points(100), [0.8, 0.2])
 
@@ -57,6 +61,16 @@ def on_unequal_data(world: Any, folder: str, recipe: Any) -> Any:
 
 def line() -> nn.Module:
     return nn.Linear(4, 1)
+
+
+class Bf16Line(nn.Linear):
+    """With parameters as a checkpoint in 16 bit leaves them."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16())
 
 
 class Poisoned(nn.Module):

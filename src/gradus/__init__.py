@@ -7,21 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradus.launcher.local import train
-    from gradus.launcher.result import Result
+    from gradus.launcher.result import Result, load_run
+    from gradus.record.table import Table
     from gradus.schema.cluster import Cluster
     from gradus.schema.errors import GradusError
     from gradus.schema.plan import Plan
     from gradus.schema.recipe import Recipe
+    from gradus.training.hooks import Hook
+    from gradus.training.own_loop import Run
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "GradusError", "Plan", "Recipe", "Result", "train"]
+__all__ = ["Cluster", "GradusError", "Hook", "Plan", "Recipe", "Result", "Run", "Table", "load_run", "train"]
 
 _HOMES = {
     "Cluster": "gradus.schema.cluster",
     "GradusError": "gradus.schema.errors",
+    "Hook": "gradus.training.hooks",
     "Plan": "gradus.schema.plan",
     "Recipe": "gradus.schema.recipe",
     "Result": "gradus.launcher.result",
+    "Run": "gradus.training.own_loop",
+    "Table": "gradus.record.table",
+    "load_run": "gradus.launcher.result",
     "train": "gradus.launcher.local",
 }
 

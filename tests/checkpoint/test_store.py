@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradus.checkpoint import manifest as manifest_module
 from gradus.checkpoint import store as store_module
 from gradus.checkpoint.store import COMMITTED, MANIFEST, TENSORS, CheckpointStore, DamagedCheckpoint
 
@@ -230,7 +231,7 @@ def test_when_every_checkpoint_is_damaged_there_is_none_and_each_is_reported(two
 
 
 def test_a_checkpoint_of_another_format_is_refused(two: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "FORMAT", 2)
+    monkeypatch.setattr(manifest_module, "FORMAT", 2)
     with pytest.raises(DamagedCheckpoint, match="format 1, this version reads 2"):
         two.open(20)
 
@@ -329,10 +330,10 @@ def test_nothing_in_a_checkpoint_ever_runs(
     if checksums_agree:
         if file == TENSORS:
             manifest = json.loads((path / MANIFEST).read_text())
-            manifest["files"][TENSORS] = store_module._fingerprint(path / TENSORS)
+            manifest["files"][TENSORS] = manifest_module.fingerprint(path / TENSORS)
             (path / MANIFEST).write_text(json.dumps(manifest))
         if file != COMMITTED:
-            (path / COMMITTED).write_text(json.dumps(store_module._fingerprint(path / MANIFEST)))
+            (path / COMMITTED).write_text(json.dumps(manifest_module.fingerprint(path / MANIFEST)))
     with pytest.raises(DamagedCheckpoint):
         two.open(20).tensors()
     two.newest()

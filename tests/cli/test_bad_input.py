@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradus_command import RECIPE, Done, Gradus, committed, events, status, trained
+from gradus_command import RECIPE, Done, Gradus, committed, events, lines, status, trained
 
 ONE_SCREEN = 40  # lines
 
@@ -245,5 +245,6 @@ def test_the_recipe_of_these_tests_is_itself_good(gradus, recipe):
         "step": RECIPE["steps"],
         "loss": trained(gradus.run("good"))[-1]["loss"],
         "reason": "6 steps done",
+        "validation_loss": lines(gradus.run("good") / "metrics.jsonl")[-1]["validation_loss"],
     }
     assert "step 6/6" in done.err

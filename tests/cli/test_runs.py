@@ -53,9 +53,28 @@ def test_a_run_that_has_only_just_been_made_is_no_crash(tmp_path):
     assert "no attempt" in refused.json["error"]["message"]
 
 
+def test_an_id_is_never_cut_off(tmp_path):
+    gradus = Gradus(tmp_path)
+    name, run_id = "a-name-that-is-rather-long-for-a-table", "20260101-000000-abcd-and-then-some-more-words"
+    write_status(RunDirectory.create(gradus.runs, name, run_id), Status("finished", 100, 100, attempt=1))
+    assert f"{name}/{run_id}" in gradus("runs", COLUMNS="60").out
+
+
 def test_a_near_miss_of_a_run_is_told(tmp_path):
     gradus = Gradus(tmp_path)
     RunDirectory.create(gradus.runs, "own", "first-try")
     done = gradus("runs", "first-tyr", "--json")
     assert done.code == 2
     assert "first-try" in done.json["error"]["hint"]
+
+
+def test_runs_that_exist_are_listed_nearest_first(tmp_path):
+    gradus = Gradus(tmp_path)
+    for run_id in ("alpha", "digits-2", "digits-1"):
+        RunDirectory.create(gradus.runs, "own", run_id)
+    for command in (("runs", "digits-"), ("runs", "stop", "digits-"), ("train", "--resume", "digits-")):
+        error = gradus(*command, "--json").json["error"]
+        assert sorted(error["allowed"][:2]) == ["own/digits-1", "own/digits-2"]
+        assert error["allowed"][2] == "own/alpha"
+        assert "own/alpha" in error["hint"]
+    assert "no runs" in gradus("runs", "x", "--runs", "elsewhere").err

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from user_runs import line_recipe
 
 from gradus.data.loader import Indexed, Loader, MicroBatch, Slices
 from gradus.data.order import sample_indices
 from gradus.data.source import Batch, Source, open_source
 from gradus.schema.errors import InputError
+from gradus.training.building import open_data
 
 CPU = torch.device("cpu")
 SEED = 9
@@ -263,3 +265,13 @@ def test_bad_input_found_by_a_worker_arrives_as_it_was_raised(workers: int) -> N
     assert caught.value.message == "data.use: an item is float, allowed: a dict or a tuple"
     assert "(input, target)" in str(caught.value.hint)
     assert caught.value.details["field"] == "data.use"
+
+
+def test_what_is_held_out_of_a_users_only_dataset_is_said() -> None:
+    recipe = line_recipe()  # 64 points, and nothing about validation
+    train = open_data(recipe, "train")
+    assert train is not None
+    assert train.note == "6 of 64 samples are held out for validation (data.validation: 0.1)"
+    nothing = open_data(line_recipe(data={"use": recipe.data.use, "validation": 0}), "train")
+    assert nothing is not None
+    assert nothing.note is None

@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from gradus.schema.plan import Plan
-from gradus.schema.recipe import OPTIMIZERS, CheckpointBlock, DataBlock, EvaluateBlock, OptimizerBlock, Recipe
+from gradus.schema.recipe import (
+    OPTIMIZERS,
+    CheckpointBlock,
+    DataBlock,
+    EvaluateBlock,
+    GroupBlock,
+    LoraBlock,
+    ModelBlock,
+    OptimizerBlock,
+    Recipe,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,7 +50,7 @@ def test_every_command_runs(workplace: Path) -> None:
     assert len(commands) >= 6
     for command in commands:
         words = shlex.split(command, comments=True)[1:]
-        if words[0] == "train" and "--resume" not in words:
+        if words[0] == "train" and not {"--resume", "--"} & set(words):
             words += ["--set", "steps=2", "--set", "evaluate.batches=1"]
         done = subprocess.run(
             [sys.executable, "-m", "gradus", *words], cwd=workplace, capture_output=True, text=True, check=False
@@ -71,7 +81,7 @@ def test_the_recipe_of_the_readme_is_the_quickstart() -> None:
 
 def test_every_key_is_documented() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
-    models = (Recipe, DataBlock, OptimizerBlock, EvaluateBlock, CheckpointBlock, Plan)
+    models = (Recipe, ModelBlock, LoraBlock, DataBlock, OptimizerBlock, GroupBlock, EvaluateBlock, CheckpointBlock, Plan)
     keys = {key for model in models for key in model.model_fields} | {
         key for keys in OPTIMIZERS.values() for key in keys
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -15,8 +16,10 @@ from gradus_command import RECIPE, Gradus, events, rank_processes, status, wait_
 import gradus as package
 from gradus.launcher import local
 from gradus.launcher.attempt import Launch
+from gradus.launcher.ending import Departure, result_of
 from gradus.launcher.following import Following, Signals
-from gradus.launcher.torchrun import death_in_log, free_port, kill_left_over, port_taken_in_log
+from gradus.launcher.processes import attempt_processes, kill_left_over, marks
+from gradus.launcher.torchrun import deaths_in_log, free_port, port_taken_in_log
 from gradus.record.directory import RunDirectory
 from gradus.record.outcome import write_outcome
 from gradus.record.status import Status, write_status
@@ -78,17 +81,18 @@ def test_a_stop_request_that_cannot_be_written_is_tried_again(tmp_path: Path):
     assert said[1] == "stopping: the run saves after a few more steps (Ctrl-C again ends it at once)"
 
 
-def test_only_ranks_of_this_attempt_are_left_over(tmp_path: Path):
-    module = "gradus.training.rank"
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)", module, str(tmp_path)]
-    ours, next_attempt = (subprocess.Popen([*sleep, attempt]) for attempt in ("1", "2"))
+def test_only_processes_of_this_attempt_are_left_over(tmp_path: Path):
+    sleep = ["/bin/sh", "-c", "sleep 60 & wait"]  # what a rank has started itself belongs to the attempt as well
+    ours, next_attempt = (subprocess.Popen(sleep, env={**os.environ, **marks(tmp_path, attempt)}) for attempt in (1, 2))
     try:
-        wait_until(lambda: module in Path(f"/proc/{ours.pid}/cmdline").read_text())
-        assert kill_left_over(module, [str(tmp_path), "1"]) == [ours.pid]
+        wait_until(lambda: len(attempt_processes(tmp_path, 1)) == 2)
+        killed = kill_left_over(tmp_path, 1)
+        assert ours.pid in killed
+        assert len(killed) == 2
         assert ours.wait(5) == -signal.SIGKILL
         assert next_attempt.poll() is None
     finally:
-        next_attempt.kill()
+        kill_left_over(tmp_path, 2)
         next_attempt.wait()
 
 
@@ -136,14 +140,14 @@ def test_a_rank_that_cannot_have_an_address_is_no_reason_to_start_again():
 )
 def test_an_ending_counts_only_if_all_ranks_left_well(tmp_path, state, return_code, at_once, log, failure):
     run = RunDirectory.create(tmp_path, "own")
-    launch = Launch(run, run.new_attempt(), package.Recipe.from_document(RECIPE), 2, 2)
+    launch = Launch(run, run.new_attempt(), package.Recipe.from_document(RECIPE), ranks=2, cores=2)
     ending = {"state": state, "exit_code": 75 if state == "stopped" else 0, "step": 6, "loss": 0.5, "reason": None}
     write_outcome(run, launch.attempt, ending)
     write_status(run, Status(state, 6, attempt=launch.attempt))
     path = run.log_path(launch.attempt, socket.gethostname())
     path.parent.mkdir(exist_ok=True)
     path.write_text(log and TABLE.format(code=-9))
-    result = local.result_of(launch, return_code, at_once)
+    result = result_of(launch, Departure(return_code, at_once))
     assert (result.step, result.loss) == (6, 0.5)
     if failure is None:
         assert (result.state, result.exit_code, result.error) == (state, ending["exit_code"], None)
@@ -179,12 +183,13 @@ Root Cause (first observed failure):
     ("code", "words"), [(-9, "was killed by SIGKILL"), (-11, "was killed by SIGSEGV"), (7, "code 7")]
 )
 def test_the_first_rank_that_died_is_found_in_torchruns_table(code, words):
-    died = death_in_log(TABLE.format(code=code))
-    assert died is not None
-    assert (died["rank"], died["node"]) == (3, "node8")
-    assert died["message"].startswith("rank 3 on node8 ")
-    assert words in died["message"]
+    first, other = deaths_in_log(TABLE.format(code=code))
+    assert (first.rank, first.node, first.exit_code) == (3, "node8", code)
+    assert (other.rank, other.node, other.exit_code) == (0, "node7", -15)
+    message = first.document()["message"]
+    assert message.startswith("rank 3 on node8 ")
+    assert words in message
 
 
 def test_a_log_without_a_table_names_nobody():
-    assert death_in_log("rank 3 was here\nexitcode 9\n") is None
+    assert deaths_in_log("rank 3 was here\nexitcode 9\n") == []

@@ -1,5 +1,6 @@
 """A resolved recipe has nothing left open; what cannot be resolved is named with its file, field and nearest name."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,12 @@ def test_the_data_inherits_the_models_context_unless_it_has_its_own():
         ({"use": "resnet18", "image": 64}, {"use": "digits"}, {"size": 64, "channels": 3}),
         ({"use": "resnet18"}, {"use": "digits"}, {"channels": 3}),
         ({"use": "vit"}, {"use": "images"}, {"size": 32}),
-        ({"use": "mnist-cnn"}, {"use": "digits"}, {}),
-        ({"use": "vit"}, {"use": "digits", "size": 28, "channels": 1}, {"size": 28, "channels": 1}),
+        ({"use": "mnist-cnn"}, {"use": "digits", "size": 28}, {"size": 28}),
+        (
+            {"use": "vit", "image": 28, "channels": 1},
+            {"use": "digits", "size": 28, "channels": 1},
+            {"size": 28, "channels": 1},
+        ),
         ({"use": "gpt"}, {"use": "synthetic-tokens", "vocabulary": 9}, {"context": 256, "vocabulary": 9}),
         ({"use": "gpt"}, {"use": "tokens", "vocabulary": None}, {"context": 256, "vocabulary": None}),
     ],
@@ -129,3 +134,94 @@ def test_a_model_with_fewer_outputs_than_the_data_has_is_refused():
         check_model_fits_data(recipe({"use": "gpt"}), vocabulary=300, classes=None)
     assert caught.value.hint == "--set model.vocabulary=300"
     check_model_fits_data(recipe({"use": "gpt", "vocabulary": 300}), vocabulary=300, classes=None)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "field", "message", "hint"),
+    [
+        (
+            {"use": "mnist-cnn"},
+            {"use": "digits"},
+            "data.size",
+            "digits has size 8, but mnist-cnn reads 28 x 28",
+            "--set data.size=28",
+        ),
+        (
+            {"use": "mnist-cnn"},
+            {"use": "digits", "size": 28, "channels": 3},
+            "data.channels",
+            "digits has channels 3, but mnist-cnn reads 1",
+            "--set data.channels=1",
+        ),
+        (
+            {"use": "vit", "image": 64},
+            {"use": "cifar10", "path": "."},
+            "data.use",
+            "cifar10 has size 32, but vit reads 64 x 64",
+            "--set model.image=32",
+        ),
+        (
+            {"use": "gpt", "context": 64},
+            {"use": "synthetic-tokens", "context": 65},
+            "data.context",
+            "synthetic-tokens has context 65, but model.context is 64",
+            "--set data.context=64",
+        ),
+        (
+            {"use": "gpt"},
+            {"use": "digits"},
+            "data.use",
+            "gpt learns from text, but digits has images",
+            "sources of text",
+        ),
+        (
+            {"use": "resnet18"},
+            {"use": "stdlib-text", "context": 8},
+            "data.use",
+            "resnet18 learns from images",
+            "digits",
+        ),
+    ],
+)
+def test_samples_that_a_reference_model_cannot_take_are_refused_with_the_numbers(model, data, field, message, hint):
+    with pytest.raises(InputError, match=message) as caught:
+        resolved(recipe(model, data))
+    assert caught.value.details["field"] == field
+    assert hint in caught.value.hint
+
+
+def test_the_size_of_mnist_is_read_from_its_header(tmp_path):
+    data = {"use": "mnist", "path": str(tmp_path)}
+    resolved(recipe({"use": "mnist-cnn"}, data))  # nothing there yet: opening says so
+    header = bytes([0, 0, 8, 3]) + np.array([5, 20, 20], ">u4").tobytes()
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + bytes(5 * 400)))
+    assert refusal(recipe({"use": "mnist-cnn"}, data))["found"] == 20
+    with pytest.raises(InputError, match="mnist has channels 1, but simple-cnn reads 3") as caught:
+        resolved(recipe({"use": "simple-cnn"}, data))
+    assert caught.value.hint == "--set model.channels=1"
+
+
+def test_a_reference_model_knows_the_tokens_of_its_data_unless_the_recipe_says_more(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    data = {"use": "text", "path": str(tmp_path / "a.txt"), "tokenizer": {"train": "bpe", "vocabulary": 500}}
+    once = resolved(recipe({"use": "gpt"}, data))
+    assert once.model.options["vocabulary"] == 500
+    assert resolved(once) == once
+    assert resolved(recipe({"use": "gpt", "vocabulary": 512}, data)).model.options["vocabulary"] == 512
+    assert "vocabulary" not in resolved(recipe({"use": "gpt2-124m"}, data)).model.options
+    error = refusal(recipe({"use": "gpt", "vocabulary": 499}, data))
+    assert (error["field"], error["found"]) == ("model.vocabulary", 499)
+
+
+def test_files_of_a_data_block_are_found_beside_the_recipe(tmp_path, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "tok").mkdir()
+    monkeypatch.chdir("/")
+    document = {"name": "tiny", "model": {"use": "gpt"}, "batch": 8, "steps": 3, "optimizer": {"lr": 0.1}}
+    data = {"use": "text", "path": "texts/*.jsonl", "tokenizer": "tok", "cache": "kept", "template": "tokenizer"}
+    found = Recipe.from_document({**document, "data": data}, folder=tmp_path).data.options
+    assert found["path"] == f"{tmp_path}/texts/*.jsonl"
+    assert (found["tokenizer"], found["cache"], found["template"]) == (f"{tmp_path}/tok", "/kept", "tokenizer")
+    bytes_ = {"use": "text", "path": "texts", "tokenizer": "bytes"}
+    assert Recipe.from_document({**document, "data": bytes_}, folder=tmp_path).data.options["tokenizer"] == "bytes"

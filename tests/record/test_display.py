@@ -62,6 +62,15 @@ def test_validation_loss_and_samples_are_shown_where_there_are_some(run, clock):
     assert stream.getvalue() == "step 200/200  loss 0.025  validation loss 1.5  12 samples/s\n"
 
 
+def test_a_users_own_metrics_are_shown_beside_the_validation_loss(run, clock):
+    stream = io.StringIO()
+    train(run, 200)
+    evaluation = {"validation_top5": 0.5, "validation_loss": 1.5, "validation_accuracy": 0.875}
+    AppendLog(run.metrics_path).write({"step": 200, "attempt": 1, **evaluation})
+    Display(run, 200, stream).close()
+    assert "  validation loss 1.5, top5 0.5, accuracy 87.5%  " in stream.getvalue()
+
+
 def test_a_validation_loss_of_discarded_work_is_not_shown(run, clock):
     stream = io.StringIO()
     train(run, 200)

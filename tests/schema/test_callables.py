@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradus.schema.callables import check_import_path, import_callable
+from gradus.schema.callables import check_import_path, import_callable, short_name
 from gradus.schema.errors import InputError
 
 
@@ -60,3 +60,32 @@ def test_a_module_that_is_not_there_is_refused_but_one_that_fails_to_import_anot
         import_callable("json:build", "model.use")
     with pytest.raises(InputError, match="is not callable"):
         import_callable("json:__name__", "model.use")
+
+
+def test_a_name_may_have_dots(tmp_path):
+    path = tmp_path / "dotted.py"
+    path.write_text(
+        "class Models:\n    class Small:\n        @classmethod\n        def build(cls, n): return cls, n\n"
+        "    size = 3\n"
+    )
+    kind, number = import_callable(f"{path}:Models.Small.build", "model.use")(4)
+    assert (kind.__name__, number) == ("Small", 4)
+    assert import_callable("json:JSONDecoder.decode", "loss").__name__ == "decode"
+    with pytest.raises(InputError, match=r"'Smal' in .*dotted\.py:Models does not exist; did you mean 'Small'"):
+        import_callable(f"{path}:Models.Smal.build", "model.use")
+    with pytest.raises(InputError, match=r"'Models\.size' in .* is not callable"):
+        import_callable(f"{path}:Models.size", "model.use")
+    with pytest.raises(InputError, match=r"has no 'Model'; did you mean 'Models'"):
+        check_import_path(f"{path}:Model.Small.build", "model.use")
+
+
+def test_a_name_that_a_module_lacks_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'loads'") as caught:
+        import_callable("json:laods", "loss")
+    assert caught.value.details["nearest"] == "loads"
+
+
+def test_a_callable_is_called_by_the_last_part_of_its_name():
+    assert short_name("/some/where.py:top5") == "top5"
+    assert short_name("package.module:Class.method") == "method"
+    assert short_name("accuracy") == "accuracy"

@@ -221,7 +221,7 @@ def test_all_names_of_callables_become_absolute(recipe_file, tmp_path):
     assert recipe.optimizer.decay == mine + "decay"
     assert recipe.loss is not None
     assert (recipe.loss.use, recipe.loss.options) == (mine + "loss", {"k": 1})
-    assert recipe.metrics == [mine + "metric", "accuracy"]
+    assert [metric.use for metric in recipe.metrics] == [mine + "metric", "accuracy"]
     assert recipe.data.use == mine + "data"
 
 

@@ -160,7 +160,7 @@ def fp16_run(folder: Path, attempt: int = 1, first_scale: float | None = None, s
     changes: dict[str, Any] = {"steps": STEPS, "batch": 4, "plan": {"precision": "fp16"}, "optimizer": optimizer}
     changes["evaluate"] = {"batches": 1}
     recipe = recipe_for("gpt", **changes, deterministic=True)
-    live = LiveRun(recipe, default_plan(recipe, CLUSTER, 1).plan, RunDirectory(folder), attempt, alone(CPU))
+    live = LiveRun.from_recipe(recipe, default_plan(recipe, CLUSTER, 1).plan, RunDirectory(folder), attempt, alone(CPU))
     assert live.step.loss_scale is not None
     if first_scale is not None:
         live.step.loss_scale.scale.fill_(first_scale)

@@ -235,6 +235,70 @@ def loss_of(folder: Path) -> str:
     return f"{file}:mean"
 
 
+@pytest.mark.parametrize("result", ["2.0", "(6, 3)", "(6.0, torch.tensor(3))", "(torch.tensor(6.0), 3)"])
+def test_a_metric_may_answer_with_plain_numbers(tmp_path: Path, result: str) -> None:
+    use = users_loss(tmp_path, f"import torch\ndef level(output, batch):\n    return {result}\n", "level")
+    total, count = evaluated(torch.tensor([1.0]), (0, 0), loss=loss_of(tmp_path), metrics=[use]).metrics["level"]
+    assert (total / count).item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("'good'", "'good', a Python str"),
+        ("None", "found None"),
+        ("output", r"a tensor of shape \(6, 3\)"),
+        ("{'a': 1}", "found dict"),
+        ("(output.sum(), 'many')", "a count that is str"),
+        ("(output.sum(), output)", r"a count that is a tensor of shape \(6, 3\)"),
+        ("(output, 3)", r", as \(sum, count\): found a tensor of shape \(6, 3\)"),
+        ("(1, 2, 3)", "found tuple"),
+    ],
+)
+def test_a_metric_that_returns_nonsense_is_refused_by_its_name(tmp_path: Path, result: str, words: str) -> None:
+    use = users_loss(tmp_path, f"def odd(output, batch):\n    return {result}\n", "odd")
+    with pytest.raises(InputError, match=f"metric odd.*{words}") as caught:
+        evaluated(logits(SAMPLES, 3), (0, 0), loss=loss_of(tmp_path), metrics=[use])
+    assert caught.value.details["field"] == "metrics"
+
+
+def test_metrics_have_options_and_names_of_their_own(tmp_path: Path) -> None:
+    body = """
+def top(output, batch, k):
+    return (output.topk(k, -1).indices == batch[-1][:, None]).any(-1).sum(), len(batch[-1])
+
+class Above:
+    def __init__(self, level):
+        self.level = level
+
+    def __call__(self, output, batch):
+        return (output > self.level).float().mean()
+"""
+    use = users_loss(tmp_path, body, "top")
+    metrics = [
+        {"use": use, "k": 1},
+        {"use": use, "k": 3, "name": "top3"},
+        {"use": f"{tmp_path}/mine.py:Above", "level": 0},
+    ]
+    targets = TARGETS.clamp(min=0)
+    found = evaluated(logits(SAMPLES, 3), (0, targets), loss="cross-entropy", metrics=metrics).metrics
+    assert found.keys() == {"top", "top3", "Above"}
+    assert found["top3"][0].item() == SAMPLES
+    assert found["top"][0].item() == (logits(SAMPLES, 3).argmax(-1) == targets).sum().item()
+
+
+def test_two_metrics_of_one_name_are_refused_with_the_key_that_names_them(tmp_path: Path) -> None:
+    use = users_loss(tmp_path, "def top(output, batch, k): ...\n", "top")
+    with pytest.raises(InputError, match="two that are called 'top'") as caught:
+        recipe(metrics=[{"use": use, "k": 1}, {"use": use, "k": 5}])
+    assert "name: ..." in str(caught.value.hint)
+
+
+def test_a_key_that_accuracy_does_not_have_is_refused() -> None:
+    with pytest.raises(InputError, match="unknown key of metric 'accuracy'"):
+        recipe(metrics=[{"use": "accuracy", "k": 5}])
+
+
 def test_padding_weighs_nothing() -> None:
     for answer, changes in (
         (torch.tensor(0.5), {}),
@@ -263,6 +327,94 @@ def test_a_vector_loss_is_refused_with_its_shape_and_a_hint(tmp_path: Path) -> N
     assert ".mean()" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("result", "words", "hint"),
+    [
+        ("output.mean().item()", "a Python float", "the tensor itself"),
+        ("None", "found None", "`return`"),
+        ("output.mean().detach()", "no gradient reaches the model", r".detach()"),
+        ("(output.sum().detach(), 3)", "no gradient reaches the model", r".item()"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused_with_what_cut_it_off(
+    tmp_path: Path, result: str, words: str, hint: str
+) -> None:
+    use = users_loss(tmp_path, f"def loss(output, batch):\n    return {result}\n")
+    model = nn.Linear(2, 3)
+    batch = (torch.ones(4, 2), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(InputError, match=words) as caught:
+        losses(model, batch, 4, loss=use)
+    assert hint in str(caught.value.hint)
+    assert caught.value.details["field"] == "loss"
+
+
+def test_a_model_that_cuts_its_own_loss_off_is_refused() -> None:
+    class Cut(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (super().forward(x) - y).square().mean().detach()
+
+    model = Cut(2, 1)
+    batch = (torch.ones(4, 2), torch.ones(4, 1))
+    with pytest.raises(InputError, match="no gradient reaches the model") as caught:
+        losses(model, batch, 4)
+    assert caught.value.details["field"] == "model"
+    with torch.no_grad():
+        assert losses(model.eval(), batch, 4).loss_sum.item() > 0, "evaluation needs no gradient"
+
+
+def test_a_loss_of_torch_is_called_as_torch_has_it() -> None:
+    x = logits(SAMPLES, 3)
+    targets = TARGETS.clamp(min=0)
+    found = losses(Model(x), (0, targets), loss={"use": "torch.nn:CrossEntropyLoss", "label_smoothing": 0.1})
+    expected = F.cross_entropy(x, targets, label_smoothing=0.1).item()
+    assert (found.loss_sum / found.count).item() == pytest.approx(expected, rel=1e-12)
+    by_function = losses(
+        Model(x), (0, targets), loss={"use": "torch.nn.functional:cross_entropy", "label_smoothing": 0.1}
+    )
+    assert by_function.loss_sum.item() == found.loss_sum.item()
+
+
+def test_a_loss_that_is_a_module_has_its_buffers_in_the_models_numbers(tmp_path: Path) -> None:
+    body = """
+import torch
+from torch import nn
+
+class Weighted(nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.register_buffer("weights", torch.tensor(weights))
+
+    def forward(self, output, batch):
+        values = nn.functional.cross_entropy(output, batch[-1], self.weights, reduction="sum")
+        return values, self.weights[batch[-1]].sum()
+"""
+    use = users_loss(tmp_path, body, "Weighted")
+    model, batch = nn.Linear(2, 3).double(), (torch.ones(4, 2).double(), torch.tensor([0, 1, 2, 0]))
+    found = losses(model, batch, 4, loss={"use": use, "weights": [1.0, 2.0, 3.0]})
+    assert found.loss_sum.dtype == torch.float64
+    assert found.count.item() == 7.0
+
+
+def test_a_loss_with_parameters_is_refused_because_nobody_would_train_them(tmp_path: Path) -> None:
+    body = """
+from torch import nn
+
+class Learned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.t = nn.Linear(1, 1)
+"""
+    with pytest.raises(InputError, match=r"only the model's are trained: t\.weight, t\.bias") as caught:
+        losses(Model(1), (0, 0), loss=users_loss(tmp_path, body, "Learned"))
+    assert "part of the model" in str(caught.value.hint)
+
+
+def test_a_class_that_refuses_its_settings_is_told_as_such(tmp_path: Path) -> None:
+    use = users_loss(tmp_path, "class Loss:\n    def __init__(self, scale): ...\n", "Loss")
+    with pytest.raises(InputError, match=r"refused its settings: .*unexpected keyword argument 'scael'"):
+        losses(Model(1), (0, 0), loss={"use": use, "scael": 1})
+
+
 @pytest.mark.parametrize("result", ["(output, 3)", "(output.sum().item(), 3)"])
 def test_a_sum_that_is_no_scalar_tensor_is_refused(tmp_path: Path, result: str) -> None:
     use = users_loss(tmp_path, f"def loss(output, batch):\n    return {result}\n")
@@ -276,6 +428,13 @@ def test_a_model_without_a_loss_is_refused_with_the_line_to_add(answer: Any) -> 
         losses(Model(answer), (0, TARGETS))
     assert "loss: cross-entropy" in str(caught.value.hint)
     assert caught.value.details["field"] == "loss"
+
+
+def test_a_model_that_returns_a_tuple_is_told_to_name_its_loss() -> None:
+    """Some return (loss, logits), some (logits, loss)."""
+    with pytest.raises(InputError, match="the loss: found tuple") as caught:
+        losses(Model((logits(SAMPLES, 3), torch.tensor(1.0))), (0, TARGETS))
+    assert "a dict with `loss`" in str(caught.value.hint)
 
 
 def test_an_answer_without_logits_is_refused() -> None:

@@ -242,3 +242,40 @@ def test_a_users_function_that_returns_no_optimizer_is_refused(users_file: Path)
 def test_a_users_optimizer_that_refuses_is_quoted(users_file: Path) -> None:
     with pytest.raises(InputError, match="lr must be prime"):
         build_optimizer(small_model(), block(f"{users_file}:choosy"))
+
+
+class TestGroups:
+    """Parameter groups by pattern."""
+
+    @staticmethod
+    def groups(**block: object) -> list[tuple[set[str], float, float]]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        recipe_block = OptimizerBlock.model_validate({"lr": 0.1, "weight_decay": 0.5, **block})
+        return [
+            ({names[p] for p in group["params"]}, group["weight_decay"], group.get("lr_factor", 1.0))
+            for group in parameter_groups(model, recipe_block)
+        ]
+
+    def test_a_parameter_belongs_to_the_first_group_that_it_matches(self) -> None:
+        found = self.groups(groups=[{"match": ["0.weight"], "lr_factor": 0.1}, {"match": ["*.weight"]}])
+        assert found == [
+            ({"0.weight"}, 0.5, 0.1),
+            ({"2.weight"}, 0.5, 1.0),
+            ({"1.weight"}, 0.0, 1.0),
+            ({"0.bias", "1.bias", "2.bias"}, 0.0, 1.0),
+        ]
+
+    def test_a_weight_decay_that_is_said_counts_for_vectors_too(self) -> None:
+        found = self.groups(groups=[{"match": ["1.*", "0.bias"], "weight_decay": 0.25}])
+        assert found[0] == ({"1.weight", "1.bias", "0.bias"}, 0.25, 1.0)
+
+    def test_a_pattern_without_a_match_is_named(self) -> None:
+        with pytest.raises(InputError, match=r"optimizer\.groups\.0\.match: '3\.weight' matches none of 6 names"):
+            self.groups(groups=[{"match": ["3.weight"]}])
+
+    def test_frozen_parameters_are_in_no_group(self) -> None:
+        model = nn.Linear(2, 2)
+        model.bias.requires_grad_(False)
+        [group] = parameter_groups(model, OptimizerBlock(lr=0.1))
+        assert group["params"] == [model.weight]

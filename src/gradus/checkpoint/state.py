@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradus.checkpoint.base import base_of, fingerprint_tensor
+from gradus.checkpoint.weights import ADAPTER_MARK, MODEL_PREFIX
 from gradus.schema.errors import InputError
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by name (`model.<parameter>`, `optimizer.<parameter>.<key>`), and what of the optimizer is no tensor."""
-    tensors = {f"model.{name}": tensor for name, tensor in _model_tensors(model).items()}
+    """Tensors by name (`model.<parameter>`, `optimizer.<parameter>.<key>`), and what of the optimizer is no tensor.
+
+    Of a model with adapters only what is trained, and the buffers; a fingerprint stands for the rest.
+    """
+    base = base_of(model)
+    tensors = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in _saved_tensors(model).items()}
+    tensors |= fingerprint_tensor(base) if base else {}
     numbers: dict[str, Any] = {}
     for name, state in _optimizer_states(model, optimizer).items():
         for key, value in state.items():
@@ -33,8 +40,9 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
 @torch.no_grad()
 def restore_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put saved weights and buffers back in place. Names and shapes must be those of this model."""
-    expected = _model_tensors(model)
-    saved = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    expected = _saved_tensors(model)
+    _check_base(model, tensors)
+    saved = {name.removeprefix(MODEL_PREFIX): t for name, t in tensors.items() if name.startswith(MODEL_PREFIX)}
     if saved.keys() != expected.keys():
         missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
         raise InputError(
@@ -90,12 +98,35 @@ def _group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str)) and key != "lr"}
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (a shared one once) and the buffers that are meant to be saved."""
     kept = model.state_dict(keep_vars=True)
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors.update({name: buffer for name, buffer in model.named_buffers() if name in kept})
     return tensors
+
+
+def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    base = base_of(model)
+    return {name: t for name, t in model_tensors(model).items() if base is None or name not in base.names}
+
+
+def _check_base(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Adapters mean something only beside the weights that they were trained with."""
+    base, saved = base_of(model), tensors.get(ADAPTER_MARK)
+    if (base is None) != (saved is None):
+        found, now = ("a whole model", "adapters") if saved is None else ("adapters only", "a whole model")
+        raise InputError(
+            f"lora: the checkpoint holds {found}, and the recipe now asks for {now}",
+            hint="start a new run for that; gradus checkpoint export merges adapters into a whole model",
+            field="lora",
+        )
+    if base is not None and saved is not None and saved.item() != base.fingerprint:
+        raise InputError(
+            "model.weights: the checkpoint's adapters were trained beside other weights than those that are loaded now",
+            hint="bring back the file that model.weights named when the run began, and freeze the same parameters",
+            field="model.weights",
+        )
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from gradus.cli.checkpoint import app as checkpoint_app
+from gradus.cli.data import app as data_app
+from gradus.cli.options import JsonOption, RunsOption, SetOption
 from gradus.cli.output import print_error, print_json, run_command
 from gradus.schema.errors import EXIT_BAD_INPUT, EXIT_FAILED
 
@@ -19,9 +22,8 @@ app = typer.Typer(
     help="Take a PyTorch model from one GPU to a supercomputer.",
 )
 
-SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the recipe.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-RunsOption = Annotated[str, typer.Option("--runs", metavar="FOLDER", help="Where run directories are.")]
+app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(data_app, name="data")
 
 
 @app.callback(invoke_without_command=True)
@@ -38,6 +40,7 @@ def options(
 
 @app.command()
 def train(
+    context: typer.Context,
     recipe: Annotated[str | None, typer.Argument(help="A recipe.yaml; not needed with --resume.")] = None,
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Ranks on this machine. Default: the GPUs, else 1.")
@@ -48,26 +51,34 @@ def train(
     run_id: Annotated[str | None, typer.Option("--run-id", help="Name the run's folder.")] = None,
     runs: RunsOption = "runs",
     debug: Annotated[bool, typer.Option("--debug", help="One rank in this process; a debugger works.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build everything, make one step, and leave nothing behind.")
+    ] = False,
+    here: Annotated[bool, typer.Option("--here", help="Train here, even if this looks like a login node.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Train a recipe on this machine."""
-    from gradus.cli.train import train_command
+    """Train a recipe here, or run a script that expects torchrun: gradus train [OPTIONS] -- script.py ARGS."""
+    from gradus.cli.train import TrainOptions, train_command
 
-    command = lambda: train_command(recipe, nproc, cluster, set_, resume, run_id, runs, debug, json)  # noqa: E731
-    raise typer.Exit(run_command(command, json))
+    options = TrainOptions(
+        recipe, context.obj, nproc, cluster, tuple(set_), resume, run_id, runs, debug, dry_run, here, json
+    )
+    raise typer.Exit(run_command(lambda: train_command(options), json))
 
 
 @app.command("runs")
 def runs_(
-    run: Annotated[str | None, typer.Argument(help="A run to show: a path, an id or a name.")] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN | stop RUN]", help="A path, an id or a name.")
+    ] = None,
     runs: RunsOption = "runs",
     export: Annotated[str | None, typer.Option("--export", help="Write the metrics for: tensorboard.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """List runs, or show one."""
+    """List runs, show one, or ask one to save and stop."""
     from gradus.cli.runs import runs_command
 
-    raise typer.Exit(run_command(lambda: runs_command(run, runs, export, json), json))
+    raise typer.Exit(run_command(lambda: runs_command(words or [], runs, export, json), json))
 
 
 @app.command()
@@ -82,11 +93,20 @@ def main() -> None:
     """The `gradus` command."""
     if not sys.platform.startswith("linux"):
         sys.exit("gradus runs on Linux only")
+    arguments, command = _split(sys.argv[1:])
     try:
-        code = app(standalone_mode=False)
+        code = app(arguments, standalone_mode=False, obj=command)
     except Exception as error:
         code = _usage_error(error)
     sys.exit(code)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """A user's own command comes after `--`, where nothing is an option of ours."""
+    if arguments[:1] != ["train"] or "--" not in arguments:
+        return arguments, None
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _usage_error(error: Exception) -> int:
@@ -99,7 +119,7 @@ def _usage_error(error: Exception) -> int:
         raise error
     if not format_message():  # no verb at all: the help was printed
         return EXIT_BAD_INPUT
-    if "--json" in sys.argv:
+    if "--json" in _split(sys.argv[1:])[0]:
         document = {"kind": "bad-input", "message": format_message(), "hint": "see gradus --help"}
         print_json({"error": document, "exit_code": EXIT_BAD_INPUT})
     else:

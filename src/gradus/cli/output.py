@@ -51,8 +51,9 @@ def shown(path: Path) -> str:
 def print_error(error: dict[str, Any]) -> None:
     """An error for people: what happened, where, the end of the traceback if there is one, and a hint."""
     lines = []
-    if error.get("traceback"):
-        shown = error["traceback"].rstrip().splitlines()
+    ended_with = error.get("traceback") or error.get("output")
+    if ended_with:
+        shown = ended_with.rstrip().splitlines()
         if len(shown) > _TRACEBACK_LINES:
             shown = ["  …", *shown[-_TRACEBACK_LINES:]]
         lines += [*shown, ""]

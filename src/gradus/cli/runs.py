@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from gradus.cli.output import print_json
+from gradus.launcher.attempt import is_of_a_script, last_attempt
+from gradus.launcher.script import COMMAND_FILE, Script
 from gradus.record.directory import RunDirectory, find_runs
 from gradus.record.events import read_events
 from gradus.record.format import number_text
 from gradus.record.metrics import read_metrics
-from gradus.record.status import read_status, shown_state
+from gradus.record.status import read_status, shown_state, writer_is_gone
+from gradus.record.stop import request_stop
 from gradus.record.summary import summary_text
 from gradus.record.tensorboard import export_tensorboard
 from gradus.schema.errors import InputError, unknown_name
@@ -18,7 +21,10 @@ from gradus.schema.errors import InputError, unknown_name
 _SHOWN_EVENTS = 12
 
 
-def runs_command(run: str | None, runs: str, export: str | None, as_json: bool) -> int:
+def runs_command(words: list[str], runs: str, export: str | None, as_json: bool) -> int:
+    if len(words) > 1:
+        return _stop(words, runs, as_json)
+    run = words[0] if words else None
     if export is not None and export != "tensorboard":
         raise unknown_name("exporter", export, ["tensorboard"], field="--export")
     if run is None and export is not None:
@@ -48,10 +54,39 @@ def runs_command(run: str | None, runs: str, export: str | None, as_json: bool) 
     return 0
 
 
+def _stop(words: list[str], runs: str, as_json: bool) -> int:
+    """`gradus runs stop RUN`."""
+    if words[0] != "stop" or len(words) != 2:
+        raise InputError(
+            f"RUN: found {len(words)} words: {' '.join(words)}",
+            hint=f"gradus runs {words[-1]}, or gradus runs stop {words[-1]}",
+            field="RUN",
+            found=" ".join(words),
+            allowed="a run, or stop and a run",
+        )
+    directory = RunDirectory.open(words[1], Path(runs))
+    status = read_status(directory)
+    state = shown_state(status) if status else "unknown"
+    if status is None or state != "running" or writer_is_gone(status):
+        raise InputError(
+            f"{directory.name}/{directory.id} is not running: {'lost' if state == 'running' else state}",
+            hint=f"gradus runs {directory.name}/{directory.id}",
+            found=state,
+            allowed="running",
+        )
+    request_stop(directory, "gradus runs stop")
+    if as_json:
+        print_json({"run": str(directory.path), "requested": "stop"})
+    else:
+        print(f"{directory.name}/{directory.id} was asked to save and stop")
+    return 0
+
+
 def _document(run: RunDirectory) -> dict[str, Any]:
     status = read_status(run)
     rows = read_metrics(run)
     loss = next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None)
+    script = _command(run)
     return {
         "run": str(run.path),
         "name": run.name,
@@ -63,7 +98,15 @@ def _document(run: RunDirectory) -> dict[str, Any]:
         "loss": loss,
         "last_error": status.last_error if status else None,
         "updated_at": status.updated_at.isoformat(timespec="seconds") if status else None,
+        **({"command": script} if script else {}),
     }
+
+
+def _command(run: RunDirectory) -> str | None:
+    """What a script's run ran; None for a recipe's."""
+    if not run.attempts or not is_of_a_script(run):
+        return None
+    return Script.load(last_attempt(run) / COMMAND_FILE).text
 
 
 def _print_table(documents: list[dict[str, Any]], runs: str) -> None:
@@ -84,7 +127,8 @@ def _print_table(documents: list[dict[str, Any]], runs: str) -> None:
         table.add_row(f"{d['name']}/{d['id']}", d["state"], steps, loss, str(d["attempt"] or "-"), updated)
     console = Console()
     # An id that is cut off cannot be given to --resume: on a narrow terminal lines are longer instead.
-    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False, soft_wrap=True)
+    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    Console(width=max(console.width, needed)).print(table)
 
 
 def _print_run(run: RunDirectory) -> None:
@@ -92,6 +136,8 @@ def _print_run(run: RunDirectory) -> None:
     print(f"{document['name']}/{document['id']}: {document['state']}, attempt {document['attempt']}")
     if document["last_error"]:
         print(f"last error: {document['last_error']}")
+    if "command" in document:
+        print(f"command: {document['command']}")
     print()
     print(summary_text(run))
     events = read_events(run)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from gradus.data.collate import collated
 from gradus.data.order import indices_at, stable_hash
 from gradus.data.source import Source
+from gradus.data.split import Part
 from gradus.schema.errors import GradusError, InputError
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -61,18 +63,35 @@ class Indexed:
     """A dataset of any kind, fetched by arrays of indices: built-in sources, and the user's own map-style datasets."""
 
     def __init__(self, dataset: Any, field: str = "data.use") -> None:
+        by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
         try:
+            if not by_number:
+                raise TypeError
             self.length = len(dataset)
         except TypeError:
+            what = "has no length" if by_number else "does not give a sample by its number"
+            hint = "samples are shuffled, shared among ranks and resumed by their numbers: collect them in a list"
+            if isinstance(dataset, DataLoader):
+                hint = "return the dataset itself: batches are made from the recipe's `batch`"
             raise InputError(
-                f"{field}: {type(dataset).__name__} has no length, allowed: a dataset with __len__ and __getitem__",
+                f"{field}: {type(dataset).__name__} {what}, allowed: a dataset with __len__ and __getitem__",
+                hint=hint,
                 field=field,
             ) from None
         if self.length == 0:
             raise InputError(f"{field}: the dataset has length 0, allowed: at least one sample", field=field, found=0)
         self.dataset = dataset
         self.source = dataset if isinstance(dataset, Source) else None
-        self._collate = getattr(dataset, "collate", None) or default_collate
+        self._collate = getattr(dataset, "collate", None) or collated
+
+    @property
+    def note(self) -> str | None:
+        """What was done to the data that its user should know: how much is held out, what was cut."""
+        if self.source is not None:
+            return self.source.note
+        # Of a user's only dataset, a part is held out although nothing in it says so.
+        part = getattr(self.dataset, "part", None)
+        return part.note if isinstance(part, Part) else None
 
     def fetch(self, indices: np.ndarray[Any, Any], seed: int = 0, position: int = 0) -> Any:
         """A batch in raw form, as tensors in host memory; `position` is that of its first sample in the stream."""

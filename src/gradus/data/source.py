@@ -26,6 +26,8 @@ class Source(ABC):
     tokens_per_sample: int | None = None
     vocabulary: int | None = None
     classes: int | None = None
+    tokenizer_hash: str | None = None  # of the tokenizer's content: another one would give the numbers another meaning
+    note: str | None = None  # what was done to the data that its user should know
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -60,15 +62,21 @@ class Source(ABC):
 
 def check_source(use: str, options: Mapping[str, Any]) -> None:
     """Refuse an unknown source, an unknown or mistyped option, or a path that does not exist. Loads nothing."""
-    _options(use, options)
+    source_options(use, options)
+
+
+def prepare_source(use: str, options: Mapping[str, Any]) -> None:
+    """What a source does once before it can be opened quickly: tokenise. A launcher may, else the first rank does."""
+    source_options(use, options).prepare()
 
 
 def open_source(use: str, options: Mapping[str, Any], split: Split, seed: int) -> Source:
     """One split of a built-in source. The split does not depend on the seed."""
-    return _options(use, options).open(split, seed)
+    return source_options(use, options).open(split, seed)
 
 
-def _options(use: str, options: Mapping[str, Any]) -> Options:
+def source_options(use: str, options: Mapping[str, Any]) -> Options:
+    """The checked options of a built-in source."""
     from gradus.data.sources import BUILT_IN  # late: the sources build on this module
 
     if use not in BUILT_IN:

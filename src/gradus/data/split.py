@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradus.data.order import Indices, permuted, stable_hash
 
@@ -24,14 +25,25 @@ class Part:
 
     length: int
     locate: Callable[[Indices], Indices]
+    note: str | None = None  # how it came about, where nobody asked for it
 
     def first(self, limit: int | None) -> Part:
-        return self if limit is None else Part(min(limit, self.length), self.locate)
+        return self if limit is None else replace(self, length=min(limit, self.length))
 
 
 def held_out(length: int, fraction: float) -> int:
     """How many samples validation gets: at least one if any are asked for, but never all."""
     return 0 if fraction == 0 or length < 2 else min(max(round(length * fraction), 1), length - 1)
+
+
+def held_out_documents(count: int, fraction: float) -> NDArray[np.bool_] | None:
+    """For each document whether it is held out; None where there are too few for a fair share to be one or more."""
+    if round(count * fraction) < 1 or count < 2:
+        return None
+    part = scattered(count, fraction, "validation")
+    chosen = np.zeros(count, np.bool_)
+    chosen[part.locate(np.arange(part.length))] = True
+    return chosen
 
 
 def whole(length: int) -> Part:
@@ -42,9 +54,10 @@ def whole(length: int) -> Part:
 def scattered(length: int, fraction: float, split: Split) -> Part:
     """Independent samples, in random order, so that the first few of a dataset sorted by class are not of one class."""
     held = held_out(length, fraction)
+    note = f"{held} of {length} samples are held out for validation (data.validation: {fraction:g})" if held else None
     if split == "train":
-        return Part(length - held, partial(_scatter, length, 0))
-    return Part(held, partial(_scatter, length, length - held))
+        return Part(length - held, partial(_scatter, length, 0), note)
+    return Part(held, partial(_scatter, length, length - held), note)
 
 
 def _scatter(length: int, start: int, numbers: Indices) -> Indices:

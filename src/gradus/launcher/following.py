@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from types import FrameType
 from typing import TextIO
 
@@ -15,10 +18,13 @@ from gradus.launcher.attempt import Launch
 from gradus.record.directory import RunDirectory
 from gradus.record.display import Display
 from gradus.record.events import EventWriter, Messages, rank_writer
+from gradus.record.status import read_status, write_status
 from gradus.record.stop import request_stop
 from gradus.record.tensorboard import TensorBoardExporter
 
 POLL_SECONDS = 0.1
+SCRIPT_IS_TOLD = "its ranks get SIGTERM, and whether they save is up to the script"
+_BEAT_EVERY_SECONDS = 10.0
 
 
 @dataclass
@@ -30,7 +36,9 @@ class Signals:
     first: str | None = None
     at_once: bool = False
     raises: bool = False  # whether a second Ctrl-C is a KeyboardInterrupt here, rather than a note for the launcher
-    _answer: str | None = None
+    script_is_told: Callable[[], bool] = lambda: False  # whether the ranks get SIGTERM, rather than look for the file
+    _answered: bool = False
+    _said: str | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         # Only a note: a handler that prints or writes can interrupt the very same print or write.
@@ -43,17 +51,36 @@ class Signals:
 
     def answer(self) -> None:
         """Turn the first signal into a stop request; on a disk that is full now, try again at the next call."""
-        asked = "stopping: the run saves after a few more steps (Ctrl-C again ends it at once)"
-        if self.first is None or self._answer == asked:
+        if self.first is None or self._answered:
             return
-        answer = asked
+        meaning = SCRIPT_IS_TOLD if self.script_is_told() else "the run saves after a few more steps"
+        answer = f"stopping: {meaning} (Ctrl-C again ends it at once)"
         try:
             request_stop(self.run, self.first)
+            self._answered = True
         except OSError as error:
             answer = f"the stop request cannot be written ({error.strerror}); trying again (Ctrl-C ends it at once)"
-        if answer != self._answer:
+        if answer != self._said:
             self.say(answer)
-            self._answer = answer
+            self._said = answer
+
+
+class Beat:
+    """Keeps the status of a script's run fresh, as long as nobody else does: an own loop has a heartbeat itself."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._next = time.monotonic() + _BEAT_EVERY_SECONDS  # the attempt has just been written
+        self._ours = True
+
+    def poll(self) -> None:
+        if not self._ours or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _BEAT_EVERY_SECONDS
+        status = read_status(self._launch.run)
+        self._ours = status is not None and status.pid == os.getpid() and not self._launch.has_own_loop
+        if status is not None and self._ours:
+            write_status(self._launch.run, replace(status, updated_at=datetime.now(timezone.utc)))
 
 
 class Following:
@@ -61,9 +88,16 @@ class Following:
 
     def __init__(self, launch: Launch, display: Display | None) -> None:
         self._display = display
-        self._exporter = TensorBoardExporter(launch.run) if "tensorboard" in launch.recipe.exporters else None
+        exporters = launch.recipe.exporters if launch.recipe else []
+        self._exporter = TensorBoardExporter(launch.run) if "tensorboard" in exporters else None
         self._messages = Messages(launch.run, rank_writer(launch.attempt))
+        self._beat = Beat(launch) if launch.script else None
         self.signals = Signals(launch.run, self.say)
+        self.signals.script_is_told = lambda: launch.script is not None and not launch.has_own_loop
+
+    @property
+    def quiet(self) -> bool:
+        return self._display is None
 
     def say(self, text: str) -> None:
         if self._display:
@@ -71,6 +105,8 @@ class Following:
 
     def poll(self) -> None:
         self.signals.answer()
+        if self._beat:
+            self._beat.poll()
         for message in self._messages.poll():
             self.say(message)
         for follower in (self._display, self._exporter):
@@ -91,11 +127,16 @@ def following(
     """Follow an attempt that the caller starts inside; signals are stop requests meanwhile."""
     run, ranks = launch.run, launch.ranks
     events = EventWriter(run, f"launcher-attempt-{launch.attempt}")
-    events.write("launch", attempt=launch.attempt, ranks=ranks, node=socket.gethostname())
+    command = {"command": launch.script.text} if launch.script else {}
+    events.write("launch", attempt=launch.attempt, ranks=ranks, node=socket.gethostname(), **command)
     events.close()
-    display = None if quiet else Display(run, launch.recipe.steps, stream, plain)
+    steps = launch.recipe.steps if launch.recipe else None
+    if launch.script:
+        plain = True  # it has the screen to itself: its own output, and perhaps its own progress bar
+    display = None if quiet else Display(run, steps, stream, plain)
     followed = Following(launch, display)
-    followed.say(f"{launch.recipe.name}: {ranks} rank{'s' if ranks > 1 else ''}, run {run.path}")
+    where = "a dry run" if launch.dry_run else f"run {run.path}"
+    followed.say(f"{run.name}: {ranks} rank{'s' if ranks > 1 else ''}, {where}")
     try:
         with _handled(followed.signals):
             yield followed

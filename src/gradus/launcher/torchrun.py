@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 
-def torchrun_command(ranks: int, port: int, module: str, arguments: Sequence[str]) -> list[str]:
+def torchrun_command(ranks: int, port: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:
     """One node, static rendezvous on loopback, no restarts: a restart is a new launch."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0"),
         *("--master-addr=127.0.0.1", f"--master-port={port}"),
-        *("--module", module, *arguments),
+        *options,
+        *program,
     ]
 
 
@@ -42,44 +42,57 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def kill_left_over(module: str, arguments: Sequence[str]) -> list[int]:
-    """Kill ranks that torchrun left behind: it forgets those that it was just starting when a signal ended it."""
-    killed = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # processes come and go, and some are not ours to read
-            command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if module in command and command[command.index(module) + 1 :][: len(arguments)] == list(arguments):
-                os.kill(int(process.name), signal.SIGKILL)
-                killed.append(int(process.name))
-    return killed
+@dataclass(frozen=True)
+class Death:
+    """A rank that ended badly, as torchrun saw it: its exit code, or minus the number of the signal that killed it."""
+
+    rank: int
+    node: str | None
+    exit_code: int
+
+    @property
+    def signal(self) -> str | None:
+        if self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:  # a real-time signal has no name
+            return f"signal {-self.exit_code}"
+
+    def document(self) -> dict[str, Any]:
+        """The error as far as the exit code tells it."""
+        hint = None
+        if self.signal == "SIGKILL":
+            hint = "the kernel does that when host memory runs out (see dmesg): use fewer workers or a smaller batch"
+        how = f"was killed by {self.signal}" if self.signal else f"left with exit code {self.exit_code}"
+        return {
+            "kind": "rank-died",
+            "message": f"rank {self.rank}{f' on {self.node}' if self.node else ''} {how}",
+            "hint": hint,
+            "rank": self.rank,
+            "node": self.node,
+        }
 
 
 def port_taken_in_log(text: str) -> bool:
     """Whether torchrun left because its own port is in use, and not because a rank met with such an error."""
-    return "EADDRINUSE" in text and death_in_log(text) is None
+    return "EADDRINUSE" in text and not deaths_in_log(text)
 
 
-def death_in_log(text: str) -> dict[str, Any] | None:
-    """The first rank that died without a word (killed, out of host memory), from torchrun's own failure table."""
-    table = text.rpartition("Root Cause (first observed failure)")[2]
-    rank = re.search(r"rank\s*:\s*(\d+)", table)
-    code = re.search(r"exitcode\s*:\s*(-?\d+)", table)
-    host = re.search(r"host\s*:\s*(\S+)", table)
+def deaths_in_log(text: str) -> list[Death]:
+    """The ranks that had died when torchrun noticed, from its own failure table; the first one comes first."""
+    others, found, first = text.rpartition("Root Cause (first observed failure)")
+    if not found:
+        return []
+    others = others.rpartition("Failures:")[2]
+    entries = [first, *re.split(r"^\[\d+\]:\s*$", others, flags=re.MULTILINE)[1:]]
+    return [death for death in map(_death, entries) if death is not None]
+
+
+def _death(entry: str) -> Death | None:
+    rank = re.search(r"rank\s*:\s*(\d+)", entry)
+    code = re.search(r"exitcode\s*:\s*(-?\d+)", entry)
+    host = re.search(r"host\s*:\s*(\S+)", entry)
     if not (rank and code):
         return None
-    exit_code = int(code[1])
-    hint = None
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        how = f"was killed by {name}"
-        if name == "SIGKILL":
-            hint = "the kernel does that when host memory runs out (see dmesg): use fewer workers or a smaller batch"
-    else:
-        how = f"left with exit code {exit_code}"
-    return {
-        "kind": "rank-died",
-        "message": f"rank {rank[1]}{f' on {host[1]}' if host else ''} {how}",
-        "hint": hint,
-        "rank": int(rank[1]),
-        "node": host[1] if host else None,
-    }
+    return Death(int(rank[1]), host[1] if host else None, int(code[1]))

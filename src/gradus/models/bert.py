@@ -14,7 +14,7 @@ from gradus.models.settings import BERTSettings
 
 
 class Embedding(nn.Module):
-    """Token, position and type (every token is of type 0), summed and normalised."""
+    """Token, position and type (0 unless the batch says otherwise), summed and normalised."""
 
     def __init__(self, settings: BERTSettings) -> None:
         super().__init__()
@@ -23,14 +23,15 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(settings.vocabulary, settings.width)
         self.position = nn.Embedding(settings.position_offset + settings.context, settings.width)
         self.token_type = nn.Embedding(settings.type_vocabulary, settings.width)
-        self.norm = LayerNorm(settings.width, eps=1e-5)
+        self.norm = LayerNorm(settings.width, eps=settings.norm_eps)
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, token_types: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         require_length(length, self.context)
         positions = torch.arange(length, device=tokens.device) + self.position_offset
-        x = self.token(tokens) + self.position(positions) + self.token_type(torch.zeros_like(positions))
+        types = torch.zeros_like(positions) if token_types is None else token_types
+        x = self.token(tokens) + self.position(positions) + self.token_type(types)
         y: Tensor = self.dropout(self.norm(x))
         return y
 
@@ -41,9 +42,9 @@ class PostNormBlock(nn.Module):
     def __init__(self, settings: BERTSettings) -> None:
         super().__init__()
         self.attention = Attention(settings.width, settings.heads, dropout=settings.dropout)
-        self.attention_norm = LayerNorm(settings.width, eps=1e-5)
+        self.attention_norm = LayerNorm(settings.width, eps=settings.norm_eps)
         self.mlp = GeluMLP(settings.width, settings.inner_width)
-        self.mlp_norm = LayerNorm(settings.width, eps=1e-5)
+        self.mlp_norm = LayerNorm(settings.width, eps=settings.norm_eps)
         self.dropout = nn.Dropout(settings.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class Head(nn.Module):
     def __init__(self, settings: BERTSettings) -> None:
         super().__init__()
         self.dense = nn.Linear(settings.width, settings.width)
-        self.norm = LayerNorm(settings.width, eps=1e-5)
+        self.norm = LayerNorm(settings.width, eps=settings.norm_eps)
         self.decoder = nn.Linear(settings.width, settings.vocabulary)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
@@ -84,8 +85,10 @@ class BERT(nn.Module):
         self.head.decoder.weight = self.embedding.token.weight
         init_transformer(self)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
-        x = self.embedding(tokens)
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, token_types: Tensor | None = None
+    ) -> Tensor | LossOutput:
+        x = self.embedding(tokens, token_types)
         for block in self.blocks:
             x = block(x)
         result: Tensor | LossOutput = self.head(x, targets)

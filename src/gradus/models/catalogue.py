@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
+from gradus.models.huggingface_settings import HuggingFaceSettings
 from gradus.models.settings import (
     BERTSettings,
     GPTSettings,
@@ -28,7 +29,7 @@ class Reference:
 
     name: str
     module: str
-    model: str  # the class in that module
+    model: str  # the class in that module, or a function: called with the settings
     sample: Literal["tokens", "image"]
     settings: type[Settings]
 
@@ -68,6 +69,9 @@ REFERENCES = {
         Reference("bert", "gradus.models.bert", "BERT", "tokens", BERTSettings),
     )
 }
+
+# No line of the catalogue: without a folder or a configuration there is nothing to build or to count.
+HUGGINGFACE = Reference("huggingface", "gradus.models.huggingface", "build", "tokens", HuggingFaceSettings)
 
 PRESETS: dict[str, tuple[str, Settings]] = {
     "resnet18": ("resnet", ResNetSettings(depth=18)),
@@ -124,15 +128,24 @@ def entries() -> list[Entry]:
 def resolve(use: str, options: Mapping[str, object]) -> tuple[Reference, Settings]:
     """The reference model that `use` names and its settings, where `options` go before those of a preset."""
     known = {entry.name: entry for entry in entries()}
+    if use == HUGGINGFACE.name:
+        _check_keys(options, HuggingFaceSettings)
+        pretrained = HuggingFaceSettings(**options)  # type: ignore[arg-type]
+        of_images = pretrained.task == "image-classification"
+        return replace(HUGGINGFACE, sample="image" if of_images else "tokens"), pretrained
     if use not in known:
         hint = "name one of these models, or your own: file.py:build or package.module:build"
-        raise unknown_name("model", use, known, field="model.use", hint=hint)
+        raise unknown_name("model", use, [*known, HUGGINGFACE.name], field="model.use", hint=hint)
     reference, settings = known[use].reference, known[use].settings
+    _check_keys(options, type(settings))
+    return reference, replace(settings, **options)
+
+
+def _check_keys(options: Mapping[str, object], settings: type[Settings]) -> None:
     allowed = [setting.name for setting in fields(settings)]
     for key in options:
         if key not in allowed:
             raise unknown_name("key", str(key), allowed, field=f"model.{key}")
-    return reference, replace(settings, **options)
 
 
 def build(use: str, options: Mapping[str, object]) -> nn.Module:

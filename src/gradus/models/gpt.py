@@ -23,8 +23,8 @@ from gradus.models.settings import GPTSettings
 
 def make_norm(settings: GPTSettings) -> nn.Module:
     if settings.norm == "rmsnorm":
-        return RMSNorm(settings.width, eps=1e-5)
-    return LayerNorm(settings.width, eps=1e-5, bias=settings.bias)
+        return RMSNorm(settings.width, eps=settings.norm_eps)
+    return LayerNorm(settings.width, eps=settings.norm_eps, bias=settings.bias)
 
 
 def make_block(settings: GPTSettings, rotary: Rotary | None) -> PreNormBlock:
@@ -37,9 +37,14 @@ def make_block(settings: GPTSettings, rotary: Rotary | None) -> PreNormBlock:
         dropout=settings.dropout,
         rotary=rotary,
     )
-    mlp_kind = SwigluMLP if settings.activation == "swiglu" else GeluMLP
-    mlp = mlp_kind(settings.width, settings.inner_width, bias=settings.bias)
-    return PreNormBlock(lambda: make_norm(settings), attention, mlp, settings.dropout)
+    return PreNormBlock(lambda: make_norm(settings), attention, make_mlp(settings), settings.dropout)
+
+
+def make_mlp(settings: GPTSettings) -> nn.Module:
+    if settings.activation == "swiglu":
+        return SwigluMLP(settings.width, settings.inner_width, bias=settings.bias)
+    approximate = "tanh" if settings.activation == "gelu-tanh" else "none"
+    return GeluMLP(settings.width, settings.inner_width, bias=settings.bias, approximate=approximate)
 
 
 class Embedding(nn.Module):

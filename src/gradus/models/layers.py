@@ -105,13 +105,14 @@ class Attention(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    def __init__(self, width: int, inner: int, *, bias: bool = True) -> None:
+    def __init__(self, width: int, inner: int, *, bias: bool = True, approximate: str = "none") -> None:
         super().__init__()
+        self.approximate = approximate
         self.up = nn.Linear(width, inner, bias=bias)
         self.down = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.gelu(self.up(x)))
+        y: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
         return y
 
 

@@ -66,7 +66,8 @@ class GPTSettings(Settings):
     positions: Literal["learned", "rotary"] = "learned"
     rotary_base: float = field(default=10_000.0, metadata={"least": 1.0})
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    activation: Literal["gelu", "swiglu"] = "gelu"
+    norm_eps: float = field(default=1e-5, metadata={"least": 0.0})
+    activation: Literal["gelu", "gelu-tanh", "swiglu"] = "gelu"  # GPT-2 was trained with the tanh approximation
     inner: int | None = None  # width inside the MLP; None: see inner_width
     bias: bool = True
     tied: bool = True  # the output projection is the token embedding
@@ -85,7 +86,7 @@ class GPTSettings(Settings):
         """4 x width for GELU; for SwiGLU, with three matrices for two, 8/3 x width rounded up to a multiple of 64."""
         if self.inner is not None:
             return self.inner
-        return 4 * self.width if self.activation == "gelu" else 64 * math.ceil(8 * self.width / (3 * 64))
+        return 64 * math.ceil(8 * self.width / (3 * 64)) if self.activation == "swiglu" else 4 * self.width
 
     def check_together(self) -> None:
         require_divisor("heads", self.heads, "width", self.width)
@@ -110,6 +111,7 @@ class BERTSettings(Settings):
     vocabulary: int = 256
     type_vocabulary: int = 1
     pooler: bool = False  # RoBERTa's pooling layer; masked-token prediction does not use it
+    norm_eps: float = field(default=1e-5, metadata={"least": 0.0})  # RoBERTa's; BERT has 1e-12
     dropout: float = field(default=0.0, metadata=PROBABILITY)
 
     @property

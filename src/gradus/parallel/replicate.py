@@ -15,15 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from gradus.parallel.batch_norm import STATISTICS, SharedBatchNorm, share_batch_norm
 from gradus.parallel.world import World
 from gradus.schema.errors import InputError
+from gradus.schema.foreign import is_pretrained_model
 
 NAMES_SHOWN = 5  # of parameters that get no gradient
 
 
-def replicated(model: nn.Module, world: World, bucket_mib: int, *, some_rank_may_pad: bool) -> nn.Module:
+def replicated(
+    model: nn.Module, world: World, bucket_mib: int, *, some_rank_may_pad: bool, fixed_buckets: bool = False
+) -> nn.Module:
     """The model with gradients averaged over all ranks; batch statistics are shared as well.
 
     All ranks start with the parameters and buffers of rank 0, whatever their constructors drew. `some_rank_may_pad`
     says whether some step leaves a rank without a real sample, which must then stay out of the batch statistics.
+    With `fixed_buckets`, gradients are reduced in the same order from the first step on, at the price of a walk over
+    the graph in each: an own loop cannot be warmed up.
     """
     if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
@@ -38,6 +43,8 @@ def replicated(model: nn.Module, world: World, bucket_mib: int, *, some_rank_may
             bucket_cap_mb=bucket_mib,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # before every forward; see `share_buffers`
+            # With which DDP does not regroup its buckets after the first step, either.
+            find_unused_parameters=fixed_buckets or any(map(_may_leave_out_parameters, model.modules())),
         )
     _broadcast(model.buffers())
     return wrapped
@@ -85,9 +92,16 @@ def check_every_parameter_is_used(model: nn.Module) -> None:
 
     One rank would leave them as they are without a word; DDP on several would wait for their gradients.
     """
-    unused = [name for name, p in unwrapped(model).named_parameters() if p.requires_grad and p.grad is None]
+    inner = unwrapped(model)
+    excused = {p for module in inner.modules() if _may_leave_out_parameters(module) for p in module.parameters()}
+    unused = [name for name, p in inner.named_parameters() if p.requires_grad and p.grad is None and p not in excused]
     if unused:
         raise _unused_parameters(unused)
+
+
+def _may_leave_out_parameters(module: nn.Module) -> bool:
+    """Models of Hugging Face have parts for other uses than the one at hand: a pooler, a mask token, a second head."""
+    return is_pretrained_model(type(module))
 
 
 def explain_ddp_error(error: RuntimeError, model: nn.Module) -> Exception:

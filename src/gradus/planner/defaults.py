@@ -9,7 +9,6 @@ from typing import Any
 from gradus.hardware.catalogue import find_gpu
 from gradus.models import catalogue
 from gradus.parallel.mesh import check_supported
-from gradus.schema.callables import is_import_path
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
@@ -125,7 +124,7 @@ def _split_batch(batch: int, data_ranks: int, fixed: dict[str, Any]) -> tuple[in
 
 
 def _channels_last(recipe: Recipe, tensor_cores: bool) -> tuple[bool, str]:
-    if is_import_path(recipe.model.use):
+    if not recipe.model.built_in:
         return False, "your own model may reshape what this layout makes non-contiguous; the recipe can say true"
     if catalogue.resolve(recipe.model.use, recipe.model.options)[0].sample != "image":
         return False, "the samples are no images"

@@ -16,6 +16,7 @@ _FOLDERS = ("attempts", "events", "checkpoints", "control")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A run directory holds the user's working diff and logs: for the user's eyes unless they say otherwise.
 _FOLDER_MODE = 0o700
+_LISTED_RUNS = 8
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,14 @@ class RunDirectory:
             raise InputError(f"run id {path_or_id!r} is ambiguous: {', '.join(allowed)}", allowed=allowed)
         names = {text for run in runs for text in (run.name, run.id, f"{run.name}/{run.id}")}
         near = difflib.get_close_matches(path_or_id, sorted(names), n=3)
+        there = [f"{run.name}/{run.id}" for run in sorted(runs, key=lambda run: -_likeness(run, path_or_id))]
+        more = f", and {len(there) - _LISTED_RUNS} more" if len(there) > _LISTED_RUNS else ""
+        listed = f"runs in {root}: {', '.join(there[:_LISTED_RUNS])}{more}" if there else f"there are no runs in {root}"
         raise InputError(
             f"{path_or_id!r} is not a run: no such run directory, and no such id or name in {root}",
-            hint=f"did you mean {' or '.join(near)}?" if near else f"{len(runs)} runs are in {root}",
+            hint=f"did you mean {' or '.join(near)}? {listed}" if near else listed,
             found=path_or_id,
+            allowed=there,
             nearest=near or None,
         )
 
@@ -141,6 +146,12 @@ def find_runs(root: Path) -> list[RunDirectory]:
 def _last_start(run: RunDirectory) -> tuple[int, str]:
     # The folder changes when an attempt is added. The id breaks ties, since ids need not be made from the time.
     return (run.path / "attempts").stat().st_mtime_ns, run.id
+
+
+def _likeness(run: RunDirectory, text: str) -> float:
+    """How much a text looks like the run's id, its name, or both, from 0 to 1."""
+    names = (run.id, run.name, f"{run.name}/{run.id}")
+    return max(difflib.SequenceMatcher(None, text, name).ratio() for name in names)
 
 
 def _is_run(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Shows a live run: a bar on a terminal, one plain line every ten seconds elsewhere."""
+"""Shows a live run: a bar on a terminal or in a notebook, one plain line every ten seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol, TextIO
 
 from gradus.record.directory import RunDirectory
 from gradus.record.format import duration_text
+from gradus.record.notebook import NotebookView, in_notebook
 from gradus.record.progress import Progress
 
 _PLAIN_EVERY_SECONDS = 10.0
@@ -26,10 +27,14 @@ class Display:
     def __init__(
         self, run: RunDirectory, steps_total: int | None, stream: TextIO | None = None, plain: bool | None = None
     ) -> None:
-        stream = stream or sys.stderr
         progress = Progress(run, steps_total)
+        self._view: _View | None
+        if stream is None and plain is None and in_notebook():
+            self._view = NotebookView(progress)
+            return
+        stream = stream or sys.stderr
         if _is_plain(stream) if plain is None else plain:
-            self._view: _View | None = _PlainView(progress, stream)
+            self._view = _PlainView(progress, stream)
         else:
             self._view = _BarView(progress, stream)
 

@@ -31,3 +31,8 @@ def duration_text(seconds: float) -> str:
 def number_text(value: float) -> str:
     """A loss or an accuracy: four significant digits."""
     return f"{value:.4g}"
+
+
+def metric_text(name: str, value: float) -> str:
+    """A metric by its name: a part of one as a percentage, anything else as a number."""
+    return f"{value:.1%}" if name == "accuracy" else number_text(value)

@@ -7,15 +7,47 @@ after it: their lines at or after its first one are no part of the run any more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradus.record.append_log import read_lines
 from gradus.record.directory import RunDirectory
+from gradus.schema.recipe import EvaluateBlock
+
+VALIDATION = "validation_"
+
+
+class Evaluation(NamedTuple):
+    """The value of one metric at one step."""
+
+    step: int
+    value: float
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:
-    return any(key == "evaluation" or key.startswith("validation_") for key in record)
+    return any(key == "evaluation" or key.startswith(VALIDATION) for key in record)
+
+
+def validation_results(record: Mapping[str, Any]) -> dict[str, float]:
+    """Loss and metrics of an evaluation by their names in the recipe, the loss first."""
+    found = {k.removeprefix(VALIDATION): v for k, v in record.items() if k.startswith(VALIDATION) and v is not None}
+    return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
+
+
+def evaluations(rows: Iterable[Mapping[str, Any]], metric: str) -> list[Evaluation]:
+    """All evaluations of a metric, ascending."""
+    key = VALIDATION + metric
+    return [Evaluation(row["step"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def best_evaluation(found: Iterable[Evaluation], block: EvaluateBlock) -> Evaluation | None:
+    """The first of the best ones, as the recipe says what is better; the one that `checkpoint.best` keeps."""
+    best: Evaluation | None = None
+    for evaluation in found:
+        if math.isfinite(evaluation.value) and (best is None or block.is_better(evaluation.value, best.value)):
+            best = evaluation
+    return best
 
 
 def position(record: Mapping[str, Any]) -> tuple[int, bool]:
@@ -32,7 +64,9 @@ def merge_by_step(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     by_attempt: dict[int, dict[tuple[int, bool], Mapping[str, Any]]] = {}
     for record in records:
         if "step" in record:
-            by_attempt.setdefault(record.get("attempt", 0), {})[position(record)] = record
+            logged = by_attempt.setdefault(record.get("attempt", 0), {})
+            # Hooks and own loops write further numbers of a step in lines of their own.
+            logged[position(record)] = {**logged.get(position(record), {}), **record}
     kept: dict[tuple[int, bool], Mapping[str, Any]] = {}
     for _, logged in sorted(by_attempt.items()):
         first = min(logged)

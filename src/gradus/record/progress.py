@@ -8,11 +8,12 @@ from typing import Any
 
 from gradus.record.append_log import LogTail
 from gradus.record.directory import RunDirectory
-from gradus.record.format import duration_text, number_text, rate_text
-from gradus.record.metrics import is_evaluation, position
+from gradus.record.format import duration_text, metric_text, number_text, rate_text
+from gradus.record.metrics import is_evaluation, position, validation_results
 from gradus.record.status import read_status
 
 _STEPS_FOR_ETA = 20
+_SHOWN_METRICS = 3  # a line has room for the loss and a few more
 
 
 class Progress:
@@ -51,13 +52,15 @@ class Progress:
         return bool(records)
 
     def line(self) -> str:
-        """`step 120/200  loss 2.314  41.2 k tok/s  ETA 0:23`."""
+        """`step 120/200  loss 2.314  validation loss 2.5, accuracy 41.2%  41.2 k tok/s  ETA 0:23`."""
         step, loss = self.step, self._training.get("loss")
         parts = [f"step {step}" if self.steps_total is None else f"step {step}/{self.steps_total}"]
         if loss is not None:
             parts.append(f"loss {number_text(loss)}")
-        if self._evaluation.get("validation_loss") is not None:
-            parts.append(f"validation loss {number_text(self._evaluation['validation_loss'])}")
+        validation = list(validation_results(self._evaluation).items())
+        if validation:
+            shown = ", ".join(f"{name} {metric_text(name, value)}" for name, value in validation[: 1 + _SHOWN_METRICS])
+            parts.append(f"validation {shown}")
         speed = speed_text(self._training.get("tokens_per_second"), self._training.get("samples_per_second"))
         if speed:
             parts.append(speed)

@@ -14,3 +14,13 @@ def request_stop(run: RunDirectory, reason: str) -> None:
     temporary = run.stop_file.with_name(f"stop.{os.getpid()}")
     temporary.write_text(json.dumps({"reason": reason, "time": datetime.now(timezone.utc).isoformat()}))
     temporary.replace(run.stop_file)
+
+
+def requested_stop(run: RunDirectory) -> str | None:
+    """Why the run was asked to stop, if it was. A file that somebody made with `touch` is a request as well."""
+    try:  # opened rather than tested for existence: a network file system may remember that it was absent
+        return str(json.loads(run.stop_file.read_text()).get("reason", "stop requested"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AttributeError):
+        return "stop file"

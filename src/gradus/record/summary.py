@@ -10,10 +10,12 @@ from typing import Any
 
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
-from gradus.record.format import bytes_text, duration_text, number_text
-from gradus.record.metrics import read_metrics
+from gradus.record.format import bytes_text, duration_text, metric_text, number_text
+from gradus.record.metrics import Evaluation, best_evaluation, evaluations, read_metrics, validation_results
 from gradus.record.progress import speed_text
 from gradus.record.status import read_status
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import EvaluateBlock, Recipe
 
 # Compilation, caches and allocator growth: not what the run's speed is.
 _WARM_UP_ROWS = 3
@@ -26,8 +28,12 @@ class Summary:
     step: int
     first_loss: float | None
     last_loss: float | None
-    validation_loss: float | None
-    validation_accuracy: float | None
+    validation: dict[str, float]
+    """Loss and metrics of the last evaluation that had them, by name."""
+    metric: str
+    """The one by which the recipe judges evaluations."""
+    best: Evaluation | None
+    evaluations: int
     tokens_per_second: float | None
     samples_per_second: float | None
     memory_peak_bytes: int | None
@@ -40,12 +46,16 @@ class Summary:
 def summarize(run: RunDirectory) -> Summary:
     rows = read_metrics(run)
     losses, memory = _column(rows, "loss"), _column(rows, "memory_peak_bytes")
+    judged_by = evaluate_block(run)
+    judged = evaluations(rows, judged_by.metric)
     return Summary(
         step=rows[-1]["step"] if rows else 0,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
-        validation_loss=_last(rows, "validation_loss"),
-        validation_accuracy=_last(rows, "validation_accuracy"),
+        validation={name: value for row in rows for name, value in validation_results(row).items()},
+        metric=judged_by.metric,
+        best=best_evaluation(judged, judged_by),
+        evaluations=len(judged),
         tokens_per_second=_usual(rows, "tokens_per_second"),
         samples_per_second=_usual(rows, "samples_per_second"),
         memory_peak_bytes=max(memory) if memory else None,
@@ -61,10 +71,9 @@ def summary_text(run: RunDirectory, next_steps: Sequence[str] = ()) -> str:
     lines: list[tuple[str, str]] = []
     if found.first_loss is not None and found.last_loss is not None:
         lines.append(("loss", f"{number_text(found.first_loss)} → {number_text(found.last_loss)}"))
-    if found.validation_loss is not None:
-        lines.append(("validation loss", number_text(found.validation_loss)))
-    if found.validation_accuracy is not None:
-        lines.append(("validation accuracy", f"{found.validation_accuracy:.1%}"))
+    for name, value in found.validation.items():
+        best = _best_text(found) if name == found.metric else ""
+        lines.append((f"validation {name}", f"{metric_text(name, value)}{best}"))
     if speed:
         lines.append(("speed", f"{speed} (median)"))
     if found.mfu:
@@ -83,13 +92,24 @@ def summary_text(run: RunDirectory, next_steps: Sequence[str] = ()) -> str:
     return "\n".join(text)
 
 
+def evaluate_block(run: RunDirectory) -> EvaluateBlock:
+    """How the newest attempt judges evaluations. A run of a foreign script has no recipe, and so the usual way."""
+    path = run.attempt_path(max(run.attempts, default=0)) / "recipe.yaml"
+    try:
+        return Recipe.load(path).evaluate
+    except InputError:
+        return EvaluateBlock()
+
+
+def _best_text(found: Summary) -> str:
+    """Nothing where there is nothing to compare."""
+    if found.best is None or found.evaluations < 2:
+        return ""
+    return f" (best {metric_text(found.metric, found.best.value)} at step {found.best.step})"
+
+
 def _column(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
     return [row[key] for row in rows if row.get(key) is not None]
-
-
-def _last(rows: Sequence[dict[str, Any]], key: str) -> float | None:
-    values = _column(rows, key)
-    return values[-1] if values else None
 
 
 def _usual(rows: Sequence[dict[str, Any]], key: str) -> float | None:

@@ -1,4 +1,7 @@
-"""`file.py:name` and `package.module:name`: finding what a recipe names, without running it until it is wanted."""
+"""`file.py:name` and `package.module:name`: finding what a recipe names, without running it until it is wanted.
+
+A name may have dots, as in `package.module:Class.method`.
+"""
 
 from __future__ import annotations
 
@@ -66,15 +69,21 @@ def check_import_path(name: str, field: str) -> None:
             line=error.lineno,
         ) from None
     names = _bound_names(tree)
-    if attribute not in names and "*" not in names:
-        close = nearest(attribute, names)
+    first = attribute.partition(".")[0]
+    if first not in names and "*" not in names:
+        close = nearest(first, names)
         raise InputError(
-            f"{field}: {file} has no {attribute!r}" + (f"; did you mean {close!r}?" if close else ""),
+            f"{field}: {file} has no {first!r}" + (f"; did you mean {close!r}?" if close else ""),
             field=field,
-            found=attribute,
+            found=first,
             allowed=sorted(names),
             nearest=close,
         )
+
+
+def short_name(name: str) -> str:
+    """What a callable is called, without where it is: `top5` of `metrics.py:top5`."""
+    return name.rpartition(":")[2].rpartition(".")[2]
 
 
 def import_callable(name: str, field: str) -> Callable[..., Any]:
@@ -95,10 +104,26 @@ def import_callable(name: str, field: str) -> Callable[..., Any]:
                 field=field,
                 found=name,
             ) from None
-    found = getattr(module, attribute, None)
+    return _attribute(module, module_name, attribute, field)
+
+
+def _attribute(module: Any, module_name: str, attribute: str, field: str) -> Callable[..., Any]:
+    """The attribute of a module, or of an attribute of it, and so on along the dots."""
+    found, where = module, module_name
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            close = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+            raise InputError(
+                f"{field}: {part!r} in {where} does not exist" + (f"; did you mean {close!r}?" if close else ""),
+                field=field,
+                found=f"{module_name}:{attribute}",
+                nearest=close,
+            )
+        found, where = getattr(found, part), f"{where}:{part}" if found is module else f"{where}.{part}"
     if not callable(found):
-        what = "is not callable" if hasattr(module, attribute) else "does not exist"
-        raise InputError(f"{field}: {attribute!r} in {module_name} {what}", field=field, found=name)
+        raise InputError(
+            f"{field}: {attribute!r} in {module_name} is not callable", field=field, found=f"{module_name}:{attribute}"
+        )
     return found  # type: ignore[no-any-return]
 
 

@@ -24,6 +24,8 @@ class GradusError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.__notes__ = [f"hint: {hint}"]  # Python 3.11 and notebooks show it below the traceback
         self.details = {key: value for key, value in details.items() if value is not None}
 
     def locate(self, file: str) -> None:

@@ -60,6 +60,7 @@ class Plan(BaseModel):
     zero: int = Field(0, ge=0, le=3)
     micro_batch: int = Field(1, ge=1)
     accumulate: int = Field(1, ge=1)
+    accumulate_dtype: Literal["fp32", "parameters"] = "fp32"  # of sums over micro-batches, if parameters are 16 bit
     precision: Precision = "fp32"
     recompute: Literal["none", "selective", "full"] = "none"
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"

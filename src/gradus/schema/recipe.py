@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from gradus.schema.callables import absolute, found_from, is_import_path
+from gradus.schema.callables import absolute, found_from, is_import_path, short_name
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.intervals import Interval
 from gradus.schema.loading import Document, apply_overrides, dump_yaml, origin, read_document, validated
@@ -53,10 +55,16 @@ class Named(BaseModel):
     def options(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
 
+    @property
+    def built_in(self) -> bool:
+        """Whether `use` is one of our own names: neither a callable of the user's nor left to an own loop."""
+        return not is_import_path(self.use) and self.use != OWN
+
 
 class ModelBlock(Named):
     use: str = OWN
     weights: str | None = None  # a safetensors file, or a folder with some, to start from
+    weights_skip: list[str] = []  # patterns of names that are not taken from there: they start as initialised
 
 
 class LoraBlock(BaseModel):
@@ -66,7 +74,7 @@ class LoraBlock(BaseModel):
 
     rank: int = Field(ge=1)
     alpha: float | None = Field(None, gt=0)  # the update is scaled by alpha / rank; by default alpha = rank
-    targets: list[str] = ["*"]  # patterns of the names of Linear layers
+    targets: list[str] = Field(["*"], min_length=1)  # patterns of the names of Linear layers
 
 
 class DataBlock(Named):
@@ -98,6 +106,19 @@ class OptimizerBlock(Named):
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     lr_batch: int | None = Field(None, ge=1)  # the batch that `lr` was chosen for
     groups: list[GroupBlock] = []
+
+    @property
+    def schedules(self) -> bool:
+        """Whether the learning rate changes from step to step."""
+        return self.warmup > 0 or self.decay != "constant"
+
+
+class MetricBlock(Named):
+    name: str | None = None  # as it is called in results; by default what the callable is called
+
+    @property
+    def title(self) -> str:
+        return self.name or short_name(self.use)
 
 
 class EvaluateBlock(BaseModel):
@@ -136,7 +157,7 @@ class Recipe(BaseModel):
     optimizer: OptimizerBlock = OptimizerBlock(use=OWN)
     seed: int = Field(1, ge=0)
     loss: Named | None = None
-    metrics: list[str] = []
+    metrics: list[MetricBlock] = []
     hooks: list[Named] = []
     freeze: list[str] = []  # patterns of the names of parameters that are not trained
     lora: LoraBlock | None = None
@@ -156,12 +177,12 @@ class Recipe(BaseModel):
     def _loss_by_name(cls, value: Any) -> Any:
         return {"use": value} if isinstance(value, str) else value
 
-    @field_validator("hooks", mode="before")
+    @field_validator("hooks", "metrics", mode="before")
     @classmethod
-    def _hooks_by_name(cls, value: Any) -> Any:
-        return (
-            [{"use": hook} if isinstance(hook, str) else hook for hook in value] if isinstance(value, list) else value
-        )
+    def _all_by_name(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [{"use": named} if isinstance(named, str) else named for named in value]
 
     @model_validator(mode="after")
     def _one_budget(self) -> Recipe:
@@ -231,12 +252,27 @@ class Recipe(BaseModel):
             raise missing("optimizer.lr_batch", "lr_scaling needs the batch that lr was chosen for")
         if self.loss and not is_import_path(self.loss.use) and self.loss.use not in LOSSES:
             raise unknown_name("loss", self.loss.use, LOSSES, field="loss")
-        for name in self.metrics:
-            if not is_import_path(name) and name not in METRICS:
-                raise unknown_name("metric", name, METRICS, field="metrics")
+        self._check_metrics()
         for hook in self.hooks:
             if not is_import_path(hook.use) and hook.use not in HOOKS:
                 raise unknown_name("hook", hook.use, HOOKS, field="hooks")
+
+    def _check_metrics(self) -> None:
+        titles: set[str] = set()
+        for metric in self.metrics:
+            if not is_import_path(metric.use):
+                if metric.use not in METRICS:
+                    raise unknown_name("metric", metric.use, METRICS, field="metrics")
+                for key in metric.options:
+                    raise unknown_name(f"key of metric {metric.use!r}:", key, ["name"], field="metrics")
+            if metric.title in titles or metric.title == "loss":
+                raise InputError(
+                    f"metrics: found two that are called {metric.title!r}",
+                    hint=f"give one of them another name: {{use: {metric.use}, name: ...}}",
+                    field="metrics",
+                    found=metric.title,
+                )
+            titles.add(metric.title)
 
     def _with_absolute_files(self, folder: Path) -> Recipe:
         """Ranks, and a resume from elsewhere, must find the files that the recipe names."""
@@ -249,20 +285,36 @@ class Recipe(BaseModel):
 
         optimizer = block(self.optimizer).model_copy(update={"decay": placed(self.optimizer.decay)})
         data = block(self.data)
-        path = self.data.options.get("path")
-        if isinstance(path, str) and not is_import_path(data.use):  # a key of the built-in sources
-            data = data.model_copy(update={"path": found_from(folder, path)})
+        if not is_import_path(data.use):
+            data = data.model_copy(update=_placed_files(self.data.options, folder))
         model = block(self.model)
+        folder_of_model = self.model.options.get("path")
+        if isinstance(folder_of_model, str) and self.model.built_in:
+            model = model.model_copy(update={"path": found_from(folder, folder_of_model)})
         if self.model.weights is not None:
             model = model.model_copy(update={"weights": found_from(folder, self.model.weights)})
         changes: dict[str, Any] = {"model": model, "data": data, "optimizer": optimizer}
         if self.loss:
             changes["loss"] = block(self.loss)
         if self.metrics:
-            changes["metrics"] = [placed(name) for name in self.metrics]
+            changes["metrics"] = [block(metric) for metric in self.metrics]
         if self.hooks:
             changes["hooks"] = [block(hook) for hook in self.hooks]
         return self.model_copy(update=changes)
 
     def to_yaml(self) -> str:
         return dump_yaml(self.model_dump(exclude_unset=True))
+
+
+def _placed_files(options: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The keys of the built-in data sources that name files, made absolute. What is no file there stays a name."""
+    names = {"path": (), "cache": (), "tokenizer": ("bytes",), "template": ("plain", "none", "tokenizer")}
+    placed = {}
+    for key, kept in names.items():
+        value = options.get(key)
+        if isinstance(value, str) and value not in kept:
+            if glob.has_magic(value) and glob.glob(str(folder / value), recursive=True):
+                placed[key] = os.path.abspath(folder / value)
+            elif Path(found := found_from(folder, value)).exists() or not kept:
+                placed[key] = found
+    return placed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-import gradus
+from gradus.checkpoint.base import mark_base
 from gradus.data.loader import Indexed
 from gradus.data.source import open_source
 from gradus.data.split import Part, Split, scattered
@@ -23,14 +22,36 @@ from gradus.planner.resolve import data_options
 from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import GradusError, InputError, unknown_name
 from gradus.schema.recipe import Recipe
+from gradus.training.freezing import freeze
+from gradus.training.lora import with_lora
+from gradus.training.pretrained import load_pretrained
 from gradus.training.randomness import seed_for_construction
-
-# Code that is not the user's: an error deep in torch is shown at the line of theirs that led there.
-_LIBRARIES = ("<frozen", str(Path(gradus.__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+from gradus.training.user_lines import users_line
 
 
-def build_model(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model on its device, with the same initial weights on every rank."""
+def build_model(recipe: Recipe, device: torch.device, dtype: torch.dtype, *, load_weights: bool = True) -> nn.Module:
+    """The model on its device, ready to be trained: pretrained weights are in place, frozen is what is to be.
+
+    It starts with the same weights on every rank. `load_weights` may be False where a checkpoint that holds all of them
+    is put in their place anyway; one of adapters (lora) does not.
+    """
+    return finished_model(recipe, initial_model(recipe, device, dtype), load_weights=load_weights)
+
+
+def finished_model(recipe: Recipe, model: nn.Module, *, load_weights: bool = True) -> nn.Module:
+    """A model that was built already, with the recipe's weights, adapters and freezing."""
+    if recipe.model.weights is not None and (load_weights or recipe.lora is not None):
+        load_pretrained(model, Path(recipe.model.weights), recipe.model.weights_skip)
+    if recipe.lora is not None:
+        model = with_lora(model, recipe.lora, recipe.seed)
+    freeze(model, recipe.freeze)
+    if recipe.lora is not None:
+        mark_base(model)
+    return model
+
+
+def initial_model(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model as its constructor and the seed make it."""
     seed_for_construction("model", recipe.seed)
     use, options = recipe.model.use, recipe.model.options
     if not is_import_path(use):
@@ -146,11 +167,10 @@ def user_code(field: str, use: str) -> Iterator[None]:
     except GradusError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        last = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or list(frames)
+        last = users_line(error) or traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(
             f"{field}: {use} raised {type(error).__name__}: {error}",
-            hint=f"the error is in {last[-1].filename}, line {last[-1].lineno}: {last[-1].line}",
+            hint=f"the error is in {last.filename}, line {last.lineno}: {last.line}",
             field=field,
             found=use,
             traceback="".join(traceback.format_exception(error)),

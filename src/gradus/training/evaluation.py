@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +15,14 @@ from gradus.faults.stop_request import StopRequest
 from gradus.parallel.world import World
 from gradus.schema.errors import unknown_name
 from gradus.schema.recipe import EvaluateBlock
-from gradus.training.objective import Objective
+from gradus.training.objective import Losses
 from gradus.training.precision import Numbers
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    objective: Objective,
+    objective: Callable[[nn.Module, Any, int], Losses],
     loader: Loader,
     batches: int,
     numbers: Numbers,

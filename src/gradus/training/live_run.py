@@ -1,16 +1,19 @@
-"""LiveRun: everything that one rank holds while a run is alive, built from the recipe and the plan."""
+"""LiveRun: everything that one rank holds while a run is alive.
+
+It is put together in stages: data, model, and then `begin`. A recipe names all of them; an own loop brings its model
+first and its data later.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradus.checkpoint.state import collect, restore_model, restore_optimizer
 from gradus.checkpoint.store import Checkpoint, CheckpointStore
 from gradus.data.loader import Indexed, Loader, Slices
 from gradus.faults.announcements import Announcements
@@ -21,42 +24,24 @@ from gradus.parallel.replicate import replicated, share_buffers, unwrapped
 from gradus.parallel.world import World
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
-from gradus.schema.callables import is_import_path
-from gradus.schema.errors import GradusError, InputError
+from gradus.schema.errors import InputError
 from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 from gradus.training.building import build_model, open_data
 from gradus.training.compilation import compile_model
-from gradus.training.evaluation import Progress
+from gradus.training.evaluation import evaluate
+from gradus.training.hooks import Hooks
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
 from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
 from gradus.training.recorder import Rates, Recorder
+from gradus.training.saving import check_same_data, newest_checkpoint, resume
 from gradus.training.schedules import Schedule, learning_rate, scaled_peak
 from gradus.training.step import TrainingStep
+from gradus.training.training_state import TrainingState
 
 EVALUATION_ORDER = 0  # the key of the order in which validation samples are taken: the same for every run
-
-
-@dataclass
-class TrainingState:
-    """What a checkpoint holds besides tensors. The data position is `step` itself: the order needs no state."""
-
-    step: int = 0
-    skipped_steps: list[int] = field(default_factory=list)  # fp16 overflows; the schedule does not count them
-    evaluation: Progress = field(default_factory=Progress)
-
-    def schedule_position(self) -> int:
-        """Optimizer steps done, as far as is known when the next step starts: an overflow shows one step late."""
-        return self.step - sum(skipped <= self.step - 2 for skipped in self.skipped_steps)
-
-    def document(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> TrainingState:
-        return cls(**{**document, "evaluation": Progress(**document["evaluation"])})
 
 
 @dataclass
@@ -66,37 +51,74 @@ class Evaluator:
 
 
 class LiveRun:
+    train_data: Indexed
+    loader: Loader
+    model: nn.Module  # without wrappers; `step.model` is what is called
+    optimizer: torch.optim.Optimizer
+    objective: Objective | None = None
+    step: TrainingStep
+    schedule: Schedule
+    total_samples = 0  # until the data is known
+    total_steps: int
+    tokens_per_sample: int | None = None
+    tokenizer_hash: str | None = None
+    flops_per_sample: float | None = None
+    evaluator: Evaluator | None = None
+    last_loss: float | None = None  # of the last step whose numbers have arrived
+
     def __init__(self, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> None:
         self.recipe, self.plan, self.run, self.attempt, self.world = recipe, plan, run, attempt, world
         # First of all: its heartbeat shows that the run is alive while a large model is built or loaded.
         self.recorder = Recorder(run, attempt, world, recipe.log_every)
-        try:
-            self._open_data()
-            self._build_model()
-            self._prepare_boundaries()
-            self._check_ranks_agree()
-            self._resume()
-        except BaseException as error:
-            self.recorder.close(state="failed", last_error=str(error) or type(error).__name__)
-            raise
-        self._note_start()
+        self.state = TrainingState()
+        self.store = CheckpointStore(run.checkpoints)
+        self.stop = StopRequest(run.stop_file, world)
+        self.announcements = Announcements(world)
+        every = plan.checkpoint_every
+        self.saves_by_clock = isinstance(every, str)
+        self.checkpoint_seconds = seconds_of(every) if isinstance(every, str) else 0.0
+        with self.recorder.told_of_failure():
+            self.numbers: Numbers = numbers_for(plan.precision, world.device)
+            apply_backend_settings(self.numbers, recipe.deterministic)
+            torch.autograd.set_detect_anomaly(recipe.anomaly)
+            self.hooks = Hooks(self, recipe.hooks)
+            self.checkpoint: Checkpoint | None = newest_checkpoint(self)  # to go on from
 
-    def _open_data(self) -> None:
-        recipe, plan = self.recipe, self.plan
-        self.numbers: Numbers = numbers_for(plan.precision, self.world.device)
-        apply_backend_settings(self.numbers, recipe.deterministic)
-        self.train_data = _required(open_data(recipe, "train"))
-        source = self.train_data.source
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> LiveRun:
+        """All that the recipe names, built and, where there is a checkpoint, restored."""
+        live = cls(recipe, plan, run, attempt, world)
+        with live.recorder.told_of_failure():
+            train = open_data(recipe, "train")
+            if train is None:
+                raise InputError("data.use: there are no training samples", field="data.use", found=0, allowed=">= 1")
+            live.use_data(train)
+            validation = open_data(recipe, "validation")
+            live.evaluator = live.evaluator_for(validation) if validation is not None else None
+            begins = live.checkpoint is None
+            model = build_model(recipe, world.device, live.numbers.parameters, load_weights=begins)
+            live.objective = Objective(recipe, model)
+            live.objective.check_metric(recipe.evaluate.metric, reference_model=recipe.model.built_in)
+            live.use_model(model)
+            live.check_ranks_agree()
+            live.restore()
+            live.begin()
+        return live
+
+    def use_data(self, data: Indexed) -> None:
+        recipe, source = self.recipe, data.source
+        self.train_data = data
         self.tokens_per_sample = source.tokens_per_sample if source else None
+        self.tokenizer_hash = getattr(source, "tokenizer_hash", None)
         check_model_fits_data(recipe, source.vocabulary if source else None, source.classes if source else None)
-        self.total_samples, self.total_steps = self._budget(self.train_data.length)
-        self.loader = self._loader(self.train_data, recipe.batch, self.total_samples, plan.accumulate, recipe.seed)
-        self.evaluator = self._evaluator(open_data(recipe, "validation"))
+        self.total_samples, self.total_steps = self._budget(data.length)
+        self.loader = self._loader(data, recipe.batch, self.total_samples, self.plan.accumulate, recipe.seed)
 
-    def _build_model(self) -> None:
-        """In this order: build, check, lay out in memory, compile, replicate; the optimizer last."""
+    def use_model(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, fixed_buckets: bool = False
+    ) -> None:
+        """In this order: check, lay out in memory, compile, replicate; the optimizer last, unless it is there."""
         recipe, plan, world = self.recipe, self.plan, self.world
-        model = build_model(recipe, world.device, self.numbers.parameters)
         if has_batch_norm(model) and plan.accumulate > 1:
             raise InputError(
                 f"plan.accumulate: found {plan.accumulate}, but the model has batch normalisation, whose statistics "
@@ -109,16 +131,17 @@ class LiveRun:
         if plan.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.flops_per_sample = _flops_per_sample(model)
-        self.objective = Objective(recipe, model)
-        self.objective.check_metric(recipe.evaluate.metric, reference_model=not is_import_path(recipe.model.use))
         if plan.compile:
             compile_model(model)
-        # With a micro-batch of samples missing from the last step, some rank has only padding there.
-        some_rank_may_pad = self.total_steps * recipe.batch - self.total_samples >= plan.micro_batch
-        wrapped = replicated(model, world, plan.bucket_mib, some_rank_may_pad=some_rank_may_pad)
-        self.model: nn.Module = unwrapped(wrapped)
-        self.optimizer = build_optimizer(self.model, recipe.optimizer)
-        self.schedule: Schedule = learning_rate(recipe.optimizer, recipe.batch, self.total_steps)
+        wrapped = replicated(
+            model,
+            world,
+            plan.bucket_mib,
+            some_rank_may_pad=self._some_rank_may_pad(),
+            fixed_buckets=fixed_buckets,
+        )
+        self.model = unwrapped(wrapped)
+        self.optimizer = optimizer or build_optimizer(self.model, recipe.optimizer)
         self.step = TrainingStep(
             wrapped,
             self.optimizer,
@@ -128,25 +151,27 @@ class LiveRun:
             accumulate=plan.accumulate,
             clip=recipe.optimizer.clip,
             seed=recipe.seed,
+            accumulate_in_fp32=plan.accumulate_dtype == "fp32",
         )
 
-    def _prepare_boundaries(self) -> None:
-        """What happens between steps: checkpoints, stop requests, announcements."""
-        every = self.plan.checkpoint_every
-        self.state = TrainingState()
-        self.resumed_step: int | None = None
-        self.store = CheckpointStore(self.run.checkpoints)
-        self.stop = StopRequest(self.run.stop_file, self.world)
-        self.announcements = Announcements(self.world)
-        self.saves_by_clock = isinstance(every, str)
-        self.checkpoint_seconds = seconds_of(every) if isinstance(every, str) else 0.0
+    def restore(self) -> None:
+        """Put the state of the checkpoint in place, if there is one."""
+        if self.checkpoint is not None:
+            resume(self, self.checkpoint)
 
-    def _note_start(self) -> None:
+    def begin(self) -> None:
+        """Data and model are there: check that they fit what was restored, and say how it starts."""
+        if self.checkpoint is not None:
+            check_same_data(self, self.checkpoint)
+        self.schedule = learning_rate(self.recipe.optimizer, self.recipe.batch, self.total_steps)
         recorder, rates = self.recorder, self._rates()
         recorder.rates = rates
         recorder.status(step=self.state.step, steps_total=self.total_steps)
         start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": self.world.size, **rates.mfu()}
         recorder.event("start", **start)
+        note = getattr(self.train_data, "note", None)
+        if note:
+            recorder.event("data", message=note)
         _, scaling = scaled_peak(self.recipe.optimizer, self.recipe.batch)
         if scaling:
             recorder.event("learning-rate", message=scaling)
@@ -156,103 +181,43 @@ class LiveRun:
         batch = self.recipe.batch
         return range(step * batch, min((step + 1) * batch, self.total_samples))
 
-    def save(self, required: bool) -> bool:
-        """A checkpoint of the present step, and whether it is there. Rank 0 writes; with replicas it holds everything.
+    def measure(self) -> dict[str, float] | None:
+        """Loss and metrics of the validation data with the weights as they are; None if a stop request came."""
+        if self.evaluator is None or self.objective is None:
+            return None
+        loader, batches = self.evaluator.loader, self.evaluator.batches
+        return evaluate(self.model, self.objective, loader, batches, self.numbers, self.world, self.stop)
 
-        One that cannot be written in the middle of a run is reported, and training goes on; at its end there is no
-        later one that would do.
-        """
+    def evaluate(self) -> dict[str, float] | None:
+        """An evaluation that counts: recorded, and noted for early stopping and the best checkpoint."""
         share_buffers(self.model, self.world)
-        try:
-            if self.world.leads:
-                self._write_checkpoint()
-        except OSError as error:  # on rank 0 only, which is also the only one that would raise
-            message = f"the checkpoint of step {self.state.step} cannot be written: {error}"
-            self.recorder.problem("checkpoint-failed", message)
-            if required:
-                newest = max(self.store.steps(), default=None)
-                kept = "there is none" if newest is None else f"the newest one is of step {newest}"
-                raise GradusError(
-                    f"{message}; {kept}", hint=f"make room in {self.run.path}, then go on with --resume"
-                ) from error
-            return False
-        finally:
-            self.recorder.restart_clock()
-        return True
+        began = time.monotonic()
+        results = self.measure()
+        if results is not None:
+            self.note_evaluation(results, time.monotonic() - began)
+        self.recorder.restart_clock()
+        return results
 
-    def _write_checkpoint(self) -> None:
-        tensors, optimizer_numbers = collect(self.model, self.optimizer)
-        if self.step.loss_scale is not None:
-            tensors |= {f"loss_scale.{name}": value for name, value in self.step.loss_scale.state().items()}
-        state = {
-            "training": self.state.document(),
-            "optimizer": {"use": self.recipe.optimizer.use, **optimizer_numbers},
-            "samples": min(self.state.step * self.recipe.batch, self.total_samples),
-            "dataset_length": self.train_data.length,
-        }
-        saved = self.store.save(self.state.step, tensors, state)  # which has verified it: older ones may go
-        best = self.state.evaluation.best_step if self.recipe.checkpoint.best else None
-        self.store.prune(self.state.step, self.recipe.checkpoint.keep, also_keep=best)
-        self.recorder.event("checkpoint", step=self.state.step, path=str(saved.path.relative_to(self.run.path)))
+    def note_evaluation(self, results: dict[str, float], seconds: float) -> None:
+        self.recorder.evaluation(self.state.step, results, seconds)
+        self.state.evaluation.note(self.state.step, results, self.recipe.evaluate)
+        self.hooks.on_evaluate(results)
 
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint that can be trusted, if there is one. Rank 0 decides which."""
-        step = torch.full((), -1, dtype=torch.int64, device=self.world.device)
-        newest = None
-        if self.world.leads:
-            newest, damaged = self.store.newest()
-            for problem in damaged:
-                self.recorder.event("fault", kind="damaged-checkpoint", message=problem.message)
-            step.fill_(newest.step if newest else -1)
-        if self.world.size > 1:
-            dist.broadcast(step, src=0)
-        if step.item() < 0:
-            return
-        checkpoint = newest or self.store.open(int(step.item()))  # rank 0 has read and verified it already
-        self._check_same_data(checkpoint)
-        tensors, optimizer = checkpoint.tensors(), checkpoint.state["optimizer"]
-        restore_model(self.model, tensors)
-        use = self.recipe.optimizer.use
-        if optimizer["use"] == use:
-            restore_optimizer(self.model, self.optimizer, tensors, optimizer, groups=is_import_path(use))
-        else:
-            self.recorder.event("resume", message=f"optimizer {use} starts anew; the run had {optimizer['use']} before")
-        if self.step.loss_scale is not None and "loss_scale.scale" in tensors:  # else the run had another precision
-            for name, value in self.step.loss_scale.state().items():
-                value.copy_(tensors[f"loss_scale.{name}"])
-        self.state = TrainingState.from_document(checkpoint.state["training"])
-        self.resumed_step = self.state.step
-        self.recorder.event("resume", step=self.state.step)
+    def evaluator_for(self, data: Indexed) -> Evaluator:
+        samples = data.length
+        if self.recipe.evaluate.batches is not None:
+            samples = min(samples, self.recipe.evaluate.batches * self.recipe.batch)
+        at_once = self.plan.micro_batch * self.plan.mesh.data_ranks
+        # In an order of their own: the first few as they lie may all be of one class or from one text.
+        return Evaluator(self._loader(data, at_once, samples, 1, EVALUATION_ORDER), math.ceil(samples / at_once))
 
-    def _check_same_data(self, checkpoint: Checkpoint) -> None:
-        """The position in the stream is a step number; it must mean the same samples as when it was saved."""
-        if checkpoint.step > self.total_steps:
-            raise InputError(
-                f"the run is at step {checkpoint.step} already, beyond its budget of {self.total_steps} now",
-                hint=f"--set steps={checkpoint.step * 2}, or start a new run",
-                field="steps",
-                found=self.total_steps,
-                allowed=f"at least {checkpoint.step}",
-            )
-        length, samples = checkpoint.state["dataset_length"], checkpoint.state["samples"]
-        if length != self.train_data.length:
-            raise InputError(
-                f"data: the run began with {length} training samples, found {self.train_data.length}: their order "
-                "would be another",
-                hint="start a new run with the new data, or bring the old data back",
-                field="data",
-                found=self.train_data.length,
-                allowed=length,
-            )
-        if samples < min(checkpoint.step * self.recipe.batch, self.total_samples):
-            raise InputError(
-                f"the run ended after {samples} samples with a short batch; going on would skip the samples that would "
-                "have filled it",
-                hint="start a new run with the larger budget",
-                field="epochs",
-            )
+    def _some_rank_may_pad(self) -> bool:
+        """With a micro-batch of samples missing from the last step, some rank has only padding there."""
+        if not self.total_samples:
+            return self.recipe.steps is None
+        return self.total_steps * self.recipe.batch - self.total_samples >= self.plan.micro_batch
 
-    def _check_ranks_agree(self) -> None:
+    def check_ranks_agree(self) -> None:
         """Ranks that see another dataset or model would train on nonsense, or wait for each other for ever."""
         if self.world.size == 1:
             return
@@ -310,16 +275,6 @@ class LiveRun:
             channels_last=self.plan.channels_last,
         )
 
-    def _evaluator(self, data: Indexed | None) -> Evaluator | None:
-        if data is None:
-            return None
-        samples = data.length
-        if self.recipe.evaluate.batches is not None:
-            samples = min(samples, self.recipe.evaluate.batches * self.recipe.batch)
-        at_once = self.plan.micro_batch * self.plan.mesh.data_ranks
-        # In an order of their own: the first few as they lie may all be of one class or from one text.
-        return Evaluator(self._loader(data, at_once, samples, 1, EVALUATION_ORDER), math.ceil(samples / at_once))
-
     def _rates(self) -> Rates:
         device = self.world.device
         gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -330,12 +285,6 @@ class LiveRun:
             peak_flops=peak * self.world.size if peak else None,
             peak_source=f"{self.plan.precision} dense, {gpu.sources['peak_tflops']}" if gpu and peak else None,
         )
-
-
-def _required(data: Indexed | None) -> Indexed:
-    if data is None:
-        raise InputError("data.use: there are no training samples", field="data.use", found=0, allowed="at least 1")
-    return data
 
 
 def _flops_per_sample(model: nn.Module) -> float | None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
 from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import InputError, unknown_name
+from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Named, Recipe
+from gradus.training.shape_errors import explain_forward_error
+from gradus.training.valid_labels import rule_for, shifted, valid_labels
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 Function = Callable[..., Any]
@@ -34,10 +38,13 @@ class Objective:
     """The recipe's `loss` and `metrics`, ready to be applied to a model and a batch."""
 
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
-        self._loss = _named_loss(recipe.loss) if recipe.loss else None
-        self._metrics = {name.rpartition(":")[2]: _named_metric(name) for name in recipe.metrics}
+        self._loss = _named_loss(recipe.loss, model) if recipe.loss else None
         self._signature = inspect.signature(model.forward)
         self._accepted = _keywords(self._signature) if self._loss else None
+        self._rule = None if self._loss else rule_for(model)
+        self._config = getattr(model, "config", None)
+        self._added = _keywords_to_add(model, self._signature)
+        self._metrics = {metric.title: self._named_metric(metric, model) for metric in recipe.metrics}
 
     def check_metric(self, name: str, reference_model: bool) -> None:
         """Refuse, before training, a metric that no evaluation will have. Reference models know their accuracy."""
@@ -48,9 +55,10 @@ class Objective:
     def __call__(self, model: nn.Module, batch: Batch, samples: int) -> Losses:
         """`samples` is the number of real samples; with none, the batch is padding and weighs nothing."""
         output = self._output(model, batch)
-        result = self._loss(output, batch) if self._loss else output
-        loss_sum, count = _sum_and_count(result, samples, with_loss=self._loss is not None)
-        metrics = {} if model.training else self._measured(output, batch, samples)
+        loss_sum, count = self._lost(model, output, batch, samples)
+        if not loss_sum.requires_grad and model.training and torch.is_grad_enabled():
+            _check_gradient_can_flow(model, by_loss=self._loss is not None)
+        metrics = {} if model.training else self._measured(model, output, batch, samples)
         if samples == 0:
             loss_sum, count = loss_sum * 0, count * 0
             metrics = {name: (total * 0, number * 0) for name, (total, number) in metrics.items()}
@@ -59,14 +67,33 @@ class Objective:
     def _output(self, model: nn.Module, batch: Batch) -> Any:
         if isinstance(batch, Mapping):
             chosen = batch if self._accepted is None else {k: v for k, v in batch.items() if k in self._accepted}
-            positional, named = (), dict(chosen)
+            positional, named = (), {**self._added, **chosen}
         else:
-            positional, named = tuple(batch[:-1] if self._loss else batch), {}
+            positional, named = tuple(batch[:-1] if self._loss else batch), self._added
         try:
             return model(*positional, **named)
-        except TypeError as error:
-            self._explain_mismatch(error, positional, named, batch)
-            raise
+        except Exception as error:
+            if isinstance(error, TypeError):
+                self._explain_mismatch(error, positional, named, batch)
+            _raise_explained(error, explain_forward_error(error, model, batch))
+
+    def _lost(self, model: nn.Module, output: Any, batch: Batch, samples: int) -> tuple[Tensor, Tensor]:
+        """The sum of the losses, and the number of tokens or samples that it is over."""
+        if self._loss is not None:
+            try:
+                result = self._loss(output, batch)
+            except Exception as error:
+                _raise_explained(error, explain_forward_error(error, model, batch, field="loss", output=output))
+            return sum_and_count(result, samples, with_loss=True)
+        mean = None if self._rule is None or isinstance(output, LossOutput) else _part(output, "loss")
+        labels = None
+        if self._rule is not None and isinstance(mean, Tensor) and mean.numel() == 1:
+            labels = valid_labels(self._rule, self._config, batch, output)
+        if labels is None or mean is None:
+            return sum_and_count(output, samples, with_loss=False)
+        mean, count = widened(mean.reshape(())), _on_device(labels, mean)
+        # The mean over no label at all is no number; the sum is zero.
+        return torch.where(count > 0, mean * count.to(mean.dtype), torch.zeros_like(mean)), count
 
     def _explain_mismatch(
         self, error: TypeError, positional: tuple[Any, ...], named: dict[str, Any], batch: Batch
@@ -87,23 +114,79 @@ class Objective:
                 field="model.use",
             ) from error
 
-    def _measured(self, output: Any, batch: Batch, samples: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def _measured(self, model: nn.Module, output: Any, batch: Batch, samples: int) -> dict[str, tuple[Tensor, Tensor]]:
         measured = {}
         if isinstance(output, LossOutput) and output.correct is not None:
             measured["accuracy"] = (output.correct, output.count)
         for name, metric in self._metrics.items():
-            if name not in measured:
-                measured[name] = _sum_and_count(metric(output, batch), samples, with_loss=True, what=f"metric {name}")
+            if name in measured:
+                continue
+            try:
+                result = metric(output, batch)
+            except Exception as error:
+                _raise_explained(error, explain_forward_error(error, model, batch, field="metrics", output=output))
+            measured[name] = _metric_sum_and_count(name, result, samples, _device_of(batch))
         return measured
 
+    def _named_metric(self, block: Named, model: nn.Module) -> Function:
+        if is_import_path(block.use):
+            return _users_function(block, "metrics", model)
+        return partial(_accuracy, next_position=self._rule == "next position")
 
-def _sum_and_count(result: Any, samples: int, *, with_loss: bool, what: str = "the loss") -> tuple[Tensor, Tensor]:
+
+def _raise_explained(error: Exception, explained: Exception) -> NoReturn:
+    if explained is error:
+        raise error
+    raise explained from error
+
+
+def _keywords_to_add(model: nn.Module, forward: inspect.Signature) -> dict[str, Any]:
+    """What a language model need not do in training: keep keys and values for the tokens to come."""
+    return {"use_cache": False} if is_pretrained_model(type(model)) and "use_cache" in forward.parameters else {}
+
+
+def _check_gradient_can_flow(model: nn.Module, by_loss: bool) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return  # there is nothing to train, which is said elsewhere
+    raise InputError(
+        "loss: no gradient reaches the model: the loss is not connected with its parameters",
+        hint=(
+            "compute it from the model's output without .item(), .detach(), torch.no_grad() or a trip through numpy"
+            if by_loss
+            else "forward must compute its loss without .item(), .detach(), torch.no_grad() or a trip through numpy"
+        ),
+        field="loss" if by_loss else "model",
+    )
+
+
+def _metric_sum_and_count(name: str, result: Any, samples: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """As for a loss, and plain numbers will do: nothing is sent back through a metric."""
+
+    def tensor(value: Any) -> Any:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return torch.full((), float(value), device=device) if number else value
+
+    pair = isinstance(result, tuple) and len(result) == 2 and not isinstance(result, LossOutput)
+    return sum_and_count(
+        tuple(map(tensor, result)) if pair else tensor(result), samples, with_loss=True, what=f"metric {name}"
+    )
+
+
+def _device_of(batch: Batch) -> torch.device | None:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return next((value.device for value in values if isinstance(value, Tensor)), None)
+
+
+def sum_and_count(result: Any, samples: int, *, with_loss: bool, what: str = "the loss") -> tuple[Tensor, Tensor]:
+    """What a loss or a model answered, as a sum and the number of tokens or samples that it is over."""
     if isinstance(result, LossOutput):
         return result.loss_sum, result.count
     if with_loss and isinstance(result, tuple) and len(result) == 2:
         total, count = result
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise _not_a_loss(total, total, with_loss, f"{what}, as (sum, count)")
+        if not isinstance(count, (int, float)) and not (isinstance(count, Tensor) and count.numel() == 1):
+            raise _not_a_count(count, what)
         return widened(total.reshape(())), _on_device(count, total)
     mean = result
     if not isinstance(mean, Tensor):
@@ -116,22 +199,43 @@ def _sum_and_count(result: Any, samples: int, *, with_loss: bool, what: str = "t
 def _on_device(count: Any, like: Tensor) -> Tensor:
     # A number is filled in: copying it from the host would wait for the device.
     if isinstance(count, Tensor):
-        return count.to(like.device, torch.float32)
+        return count.reshape(()).to(like.device, torch.float32)
     return torch.full((), float(count), device=like.device, dtype=torch.float32)
 
 
+def _not_a_count(count: Any, what: str) -> InputError:
+    found = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
+    return InputError(
+        f"{what}, as (sum, count): found a count that is {found}, allowed: a number, or a tensor of one element",
+        hint="the count is what the sum is to be divided by, over all ranks: the number of valid tokens or samples",
+        field="metrics" if what.startswith("metric") else "loss",
+    )
+
+
 def _not_a_loss(result: Any, mean: Any, with_loss: bool, what: str) -> InputError:
+    metric = what.startswith("metric")
     if isinstance(mean, Tensor):
         found = f"a tensor of shape {tuple(mean.shape)}"
+    elif isinstance(result, (int, float, str)) or result is None:
+        found = "None" if result is None else f"{result!r}, a Python {type(result).__name__}"
     else:
-        found = f"{type(result).__name__} without a `loss`"
+        found = type(result).__name__ + ("" if metric else " without a `loss`")
     if with_loss:
         allowed = "a scalar mean, or (sum, count)"
         hint = "reduce it, for example with .mean(), or return (values.sum(), values.numel())"
+        if isinstance(result, float):
+            hint = "return the tensor itself: after .item() or float(), no gradient can reach the model"
+        elif result is None:
+            hint = "is a `return` missing?"
     else:
         allowed = "a scalar loss, or something that has it as .loss"
         hint = "the model returns no loss: name one in the recipe, for example `loss: cross-entropy`"
-    return InputError(f"{what}: found {found}, allowed: {allowed}", hint=hint, field="loss")
+        if isinstance(result, (tuple, list)):
+            hint = "let forward return the loss alone, or a dict with `loss`: of a tuple nobody knows which part it is"
+        elif _part(result, "logits") is not None:
+            hint += ", or give it `labels` in the batch"
+    field = "metrics" if metric else "loss"
+    return InputError(f"{what}: found {found}, allowed: {allowed}", hint=hint, field=field)
 
 
 def _keywords(forward: inspect.Signature) -> frozenset[str] | None:
@@ -142,19 +246,45 @@ def _keywords(forward: inspect.Signature) -> frozenset[str] | None:
     return frozenset(parameters)
 
 
-def _named_loss(block: Named) -> Function:
+def _named_loss(block: Named, model: nn.Module) -> Function:
     if is_import_path(block.use):
-        function = import_callable(block.use, "loss")
-        if isinstance(function, type):
-            return function(**block.options)  # type: ignore[no-any-return]
-        return lambda output, batch: function(output, batch, **block.options)
-    if block.use == "cross-entropy":
-        return _cross_entropy
-    return _mean_squared_error
+        return _users_function(block, "loss", model)
+    return _cross_entropy if block.use == "cross-entropy" else _mean_squared_error
 
 
-def _named_metric(name: str) -> Function:
-    return import_callable(name, "metrics") if is_import_path(name) else _accuracy
+def _users_function(block: Named, field: str, model: nn.Module) -> Function:
+    """A loss or metric of a user's own, called with the model's output and the batch; one of torch's, as torch has it.
+
+    A class is made with the block's other keys, a function is called with them.
+    """
+    function = import_callable(block.use, field)
+    if not isinstance(function, type):
+        called = partial(function, **block.options)
+    else:
+        try:
+            called = function(**block.options)
+        except TypeError as error:
+            raise InputError(f"{field}: {block.use} refused its settings: {error}", field=field) from error
+        if isinstance(called, nn.Module):
+            _place(called, field, block.use, model)
+    if (function.__module__ or "").startswith("torch.nn."):
+        return lambda output, batch: called(_logits(output), _target(batch))
+    return called
+
+
+def _place(loss: nn.Module, field: str, use: str, model: nn.Module) -> None:
+    """Buffers of a loss, such as weights of classes, are needed where the model is."""
+    trained = [name for name, parameter in loss.named_parameters() if parameter.requires_grad]
+    if trained:
+        raise InputError(
+            f"{field}: {use} has parameters, but only the model's are trained: {', '.join(trained)}",
+            hint="make it a part of the model, which then returns the loss itself",
+            field=field,
+            found=trained,
+        )
+    like = next(model.parameters(), None)
+    if like is not None:
+        loss.to(like.device, torch.float64 if like.dtype == torch.float64 else None)
 
 
 def _cross_entropy(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -175,8 +305,8 @@ def _mean_squared_error(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return squares.sum(), _on_device(squares.numel(), squares)
 
 
-def _accuracy(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    targets = _target(batch)
+def _accuracy(output: Any, batch: Batch, next_position: bool = False) -> tuple[Tensor, Tensor]:
+    targets = shifted(_target(batch)) if next_position else _target(batch)
     right = (_classes_last(_logits(output), targets).argmax(-1) == targets) & (targets != IGNORED)
     return right.sum(), (targets != IGNORED).sum()
 

@@ -9,8 +9,11 @@ from torch import nn
 
 from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import InputError
+from gradus.schema.patterns import matching
 from gradus.schema.recipe import OptimizerBlock
 from gradus.training.layerwise import Lamb, Lars
+
+LR_FACTOR = "lr_factor"  # in a parameter group: what the schedule's learning rate is multiplied with
 
 
 def build_optimizer(model: nn.Module, block: OptimizerBlock) -> torch.optim.Optimizer:
@@ -24,16 +27,29 @@ def build_optimizer(model: nn.Module, block: OptimizerBlock) -> torch.optim.Opti
 
 
 def parameter_groups(model: nn.Module, block: OptimizerBlock) -> list[dict[str, Any]]:
-    """Weights with weight decay; norms, biases and other vectors without, unless the recipe says otherwise."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
+    """The groups that the recipe names, then the rest: weights with weight decay; norms, biases and other vectors
+    without, unless the recipe says otherwise."""
+    rest = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not rest:
         raise InputError("model: it has no parameters that require gradients", field="model")
-    if block.decay_norms_and_biases:
-        return [{"params": trained, "weight_decay": block.weight_decay}]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": block.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    for number, wanted in enumerate(block.groups):
+        matched = matching(rest, wanted.match, f"optimizer.groups.{number}.match")
+        decay = block.weight_decay if wanted.weight_decay is None else wanted.weight_decay
+        always = block.decay_norms_and_biases or wanted.weight_decay is not None
+        members = [rest.pop(name) for name in matched]
+        groups += [{**group, LR_FACTOR: wanted.lr_factor} for group in _by_decay(members, decay, always)]
+    return groups + _by_decay(list(rest.values()), block.weight_decay, block.decay_norms_and_biases)
+
+
+def _by_decay(parameters: list[nn.Parameter], weight_decay: float, always: bool) -> list[dict[str, Any]]:
+    if always:
+        groups = [{"params": parameters, "weight_decay": weight_decay}]
+    else:
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
     return [group for group in groups if group["params"]]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,6 +114,21 @@ class Recorder:
         if self._files:
             named = {f"validation_{name}": value for name, value in results.items()}
             self._files[0].write({"step": step, "attempt": self._attempt, **named, "evaluation_seconds": seconds})
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Further numbers of a step, in a line of their own; readers put them into the row of that step."""
+        if self._files:
+            plain = {name: float(value) for name, value in numbers.items()}
+            self._files[0].write({"step": step, "attempt": self._attempt, **plain})
+
+    @contextmanager
+    def told_of_failure(self) -> Iterator[None]:
+        """If what is done inside fails, so has the run."""
+        try:
+            yield
+        except BaseException as error:
+            self.close(state="failed", last_error=str(error) or type(error).__name__)
+            raise
 
     def close(self, **final_status: Any) -> list[str]:
         """Write what is still waiting, and the last status. Returns what could not be written."""

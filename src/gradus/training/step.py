@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from gradus.data.loader import MicroBatch
 from gradus.parallel.batch_norm import muted_batch_norm
 from gradus.parallel.replicate import check_every_parameter_is_used, explain_ddp_error, reducing_gradients
 from gradus.parallel.world import World
+from gradus.training.accumulation import WideGradients
 from gradus.training.loss_scaling import LossScale, step_unless
-from gradus.training.objective import Losses, Objective
+from gradus.training.objective import Objective
+from gradus.training.optimizers import LR_FACTOR
 from gradus.training.precision import Numbers
 from gradus.training.randomness import seed_for_micro_batch
 from gradus.training.readback import PendingNumbers, Readback
@@ -26,13 +29,14 @@ class TrainingStep:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        objective: Objective,
+        objective: Objective | None,  # None where an own loop computes the loss
         numbers: Numbers,
         world: World,
         *,
         accumulate: int,
         clip: float | None,
         seed: int,
+        accumulate_in_fp32: bool = True,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -40,15 +44,88 @@ class TrainingStep:
         self._objective = objective
         self._numbers = numbers
         self._world = world
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self._clip = clip
         self._seed = seed
         self._readback = Readback(world.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._wide = WideGradients(self._parameters) if accumulate > 1 and accumulate_in_fp32 else None
+        if self._wide is not None and not self._wide.needed:
+            self._wide = None
+        self._losses: list[Tensor] = []  # of the micro-batches of the present step
+        self._counts: list[Tensor] = []
 
     def run(self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure_norm: bool) -> PendingNumbers:
         """Step number `step` (from 0). No line in here makes the host wait for the device."""
-        loss_sum, count, correction = self._gradients(micro_batches, step)
+        self._accumulated(micro_batches, step)
+        return self.apply(lr, measure_norm)
+
+    def _accumulated(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
+        for _ in range(self.accumulate):
+            micro = next(micro_batches)
+            assert self._objective is not None
+            with self.forward(micro, step):
+                losses = self._objective(self.model, micro.inputs, micro.samples)
+            self.backward(losses.loss_sum, losses.count)
+
+    @contextmanager
+    def forward(self, micro: MicroBatch, step: int) -> Iterator[None]:
+        """Inside, the model and its loss are computed for a micro-batch; then `backward` takes the loss."""
+        seed_for_micro_batch(self._seed, step, micro.position, self._world.device)
+        padding = micro.samples == 0
+        last = len(self._counts) == self.accumulate - 1
+        self._reducing = ExitStack()  # until backward is done
+        self._reducing.enter_context(reducing_gradients(self.model, reduce=last and self._wide is None))
+        try:
+            with muted_batch_norm(self.model, padding), self._numbers.computing(self._world.device):
+                yield
+        except RuntimeError as error:
+            explained = explain_ddp_error(error, self.model)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def backward(self, loss_sum: Tensor, count: Tensor) -> None:
+        """Add the gradients of a micro-batch to those of the step.
+
+        The mean is over all valid tokens or samples of the step, on all ranks. Their number is known only after the
+        last forward pass, so gradients are first divided by what the first micro-batch lets expect, which keeps them in
+        the range of fp16, and then corrected. Without accumulation that is already exact.
+        """
+        # What is added up over micro-batches and divided must not lose digits.
+        exact = torch.float64 if self.accumulate > 1 else loss_sum.dtype
+        self._losses.append(loss_sum.detach().to(exact))
+        self._counts.append(count.to(exact) if self.accumulate > 1 else count)
+        if len(self._counts) == 1:
+            self._totals = self._over_ranks(self._losses[0], self._counts[0])
+            self._expected = self._expected_share(self._totals[1])
+        self._loss_dtype = loss_sum.dtype
+        scaled = loss_sum / self._expected.to(loss_sum.dtype)
+        if self.loss_scale is not None:
+            scaled = scaled * self.loss_scale.scale
+        with self._reducing:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        if self._wide is not None:
+            self._wide.take()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all micro-batches of the step have been through `backward`."""
+        return len(self._counts) == self.accumulate
+
+    @property
+    def under_way(self) -> bool:
+        """Whether some, but not all, micro-batches of a step have been through `backward`."""
+        return bool(self._counts)
+
+    def apply(self, lr: float | None, measure_norm: bool) -> PendingNumbers:
+        """Normalise, clip and apply the gradients of the step, and send its numbers on their way to the host.
+
+        Without a learning rate, the optimizer's groups keep the ones they have.
+        """
+        loss_sum, count, correction = self._finished_sums()
+        if self._wide is not None:
+            self._wide.give(self._world)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if len(gradients) < len(self._parameters) and self._world.size > 1:
             check_every_parameter_is_used(self.model)
@@ -61,8 +138,9 @@ class TrainingStep:
             grad_norm = get_total_norm(gradients)
         if self._clip is not None and grad_norm is not None:
             clip_grads_with_norm_(self._parameters, self._clip, grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        if lr is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * group.get(LR_FACTOR, 1.0)
         if self.loss_scale is not None and grad_norm is not None:
             overflow = (~torch.isfinite(grad_norm)).float()
             scale_before = self.loss_scale.scale.clone()
@@ -81,6 +159,16 @@ class TrainingStep:
             scale_after=scale_after,
         )
 
+    def _finished_sums(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The step's global loss sum and count, and what its gradients must still be multiplied with."""
+        losses, counts = self._losses, self._counts
+        self._losses, self._counts = [], []
+        if self.accumulate == 1:
+            return (*self._totals, None)
+        totals = self._over_ranks(torch.stack(losses).sum(), torch.stack(counts).sum())
+        correction = self._expected * self._world.size / totals[1].clamp(min=1)
+        return (*totals, correction.to(self._loss_dtype))
+
     def warm_up(self, micro_batches: Iterator[MicroBatch]) -> None:
         """A step whose result is thrown away.
 
@@ -88,40 +176,14 @@ class TrainingStep:
         therefore reduce its first step in another order than one that was never stopped; after this, both are past it.
         """
         buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
-        self._gradients(micro_batches, step=0)
+        self._accumulated(micro_batches, step=0)
+        self._losses, self._counts = [], []
+        if self._wide is not None:
+            self._wide.forget()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
-
-    def _gradients(self, micro_batches: Iterator[MicroBatch], step: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Accumulate gradients; return the global loss sum and count, and what gradients must still be multiplied with.
-
-        The mean is over all valid tokens or samples of the step, on all ranks. Their number is known only after the
-        last forward pass, so gradients are first divided by what the first micro-batch lets expect, which keeps them in
-        the range of fp16, and then corrected. Without accumulation that is already exact.
-        """
-        for index in range(self._accumulate):
-            micro = next(micro_batches)
-            with reducing_gradients(self.model, reduce=index == self._accumulate - 1):
-                losses = self._forward(micro, step)
-                if index == 0:
-                    loss_sum, count = losses.loss_sum.detach(), losses.count
-                    if self._accumulate > 1:  # what is added up and divided below must not lose digits
-                        loss_sum, count = loss_sum.double(), count.double()
-                    totals = self._over_ranks(loss_sum, count)
-                    expected = self._expected_share(totals[1])
-                else:
-                    loss_sum, count = loss_sum + losses.loss_sum.detach(), count + losses.count
-                scaled = losses.loss_sum / expected.to(losses.loss_sum.dtype)
-                if self.loss_scale is not None:
-                    scaled = scaled * self.loss_scale.scale
-                scaled.backward()  # type: ignore[no-untyped-call]
-        if self._accumulate == 1:
-            return (*totals, None)
-        totals = self._over_ranks(loss_sum, count)
-        correction = expected * self._world.size / totals[1].clamp(min=1)
-        return (*totals, correction.to(losses.loss_sum.dtype))
 
     def _over_ranks(self, loss_sum: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Both summed over all ranks, in one collective and in float64."""
@@ -132,17 +194,5 @@ class TrainingStep:
 
     def _expected_share(self, count_of_first: Tensor) -> Tensor:
         """What a rank divides its losses by: the expected count of the step over the ranks, because DDP averages."""
-        share = self._accumulate / self._world.size
+        share = self.accumulate / self._world.size
         return (count_of_first if share == 1 else count_of_first * share).clamp(min=share)
-
-    def _forward(self, micro: MicroBatch, step: int) -> Losses:
-        seed_for_micro_batch(self._seed, step, micro.position, self._world.device)
-        padding = micro.samples == 0
-        try:
-            with muted_batch_norm(self.model, padding), self._numbers.computing(self._world.device):
-                return self._objective(self.model, micro.inputs, micro.samples)
-        except RuntimeError as error:
-            explained = explain_ddp_error(error, self.model)
-            if explained is error:
-                raise
-            raise explained from error

@@ -23,8 +23,12 @@ FORM = ImageFormat(SHAPE, 10, mean=(0.4914, 0.4822, 0.4465), deviation=(0.2470, 
 
 class Cifar10(Options):
     use = "cifar10"
+    content = "images"
 
     path: ExistingPath
+
+    def image_shape(self) -> tuple[int, int, int]:
+        return SHAPE
 
     def open(self, split: Split, seed: int) -> Source:
         folder = self._folder()

@@ -20,9 +20,13 @@ MEAN, DEVIATION = 0.2873, 0.3539
 
 class Digits(Options):
     use = "digits"
+    content = "images"
 
     size: Annotated[int, Field(ge=SIDE)] = SIDE
     channels: Literal[1, 3] = 1
+
+    def image_shape(self) -> tuple[int, int, int]:
+        return self.channels, self.size, self.size
 
     def open(self, split: Split, seed: int) -> Source:
         try:

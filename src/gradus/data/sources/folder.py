@@ -21,9 +21,13 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 class ImageFolder(Options):
     use = "images"
+    content = "images"
 
     path: ExistingPath  # has the class folders, or train/ and perhaps val/ or validation/ that have them
     size: Count = 224
+
+    def image_shape(self) -> tuple[int, int, int]:
+        return 3, self.size, self.size
 
     def open(self, split: Split, seed: int) -> Source:
         self._pillow()

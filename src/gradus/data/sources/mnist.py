@@ -21,8 +21,23 @@ CLASSES = 10
 
 class Mnist(Options):
     use = "mnist"
+    content = "images"
 
     path: ExistingPath
+
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """From the header of the training images; None if there is none, which opening them explains."""
+        name = f"{PREFIXES['train']}-images-idx3-ubyte"
+        for file, opened in ((self.path / name, Path.open), (self.path / f"{name}.gz", gzip.open)):
+            try:
+                with opened(file, "rb") as stream:
+                    header = stream.read(16)
+            except (OSError, EOFError, zlib.error):
+                continue
+            if len(header) == 16:
+                height, width = np.frombuffer(header[8:], ">u4")
+                return 1, int(height), int(width)
+        return None
 
     def open(self, split: Split, seed: int) -> Source:
         images = self._read(f"{PREFIXES[split]}-images-idx3-ubyte", dimensions=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +24,7 @@ class Options(BaseModel, ABC):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     use: ClassVar[str]
+    content: ClassVar[Literal["text", "images"]]
 
     # Train on the first few samples only: a model that cannot learn them by heart has a bug.
     limit: Annotated[int, Field(ge=0)] | None = None
@@ -33,6 +34,20 @@ class Options(BaseModel, ABC):
     @abstractmethod
     def open(self, split: Split, seed: int) -> Source:
         """The samples of one split. `seed` matters only where content or masks are drawn at random."""
+
+    def check(self) -> None:
+        """Refuse what is wrong with the values together, or with the files they name. Loads nothing large."""
+
+    def prepare(self) -> Any:
+        """Do what takes long and has to be done once, so that opening is quick. Safe from many processes at once."""
+
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """Channels, height and width of the images, as far as they are known without loading them."""
+        return None
+
+    def token_count(self) -> int | None:
+        """How many tokens a model of this text must know, if a tokenizer says so."""
+        return None
 
     @classmethod
     def parse(cls: type[SomeOptions], given: Mapping[str, Any]) -> SomeOptions:
@@ -45,6 +60,7 @@ class Options(BaseModel, ABC):
             value = getattr(options, name)
             if isinstance(value, Path) and not value.exists():
                 raise options.refuse(name, f"{value.absolute()} does not exist", allowed="an existing path")
+        options.check()
         return options
 
     @classmethod

@@ -22,6 +22,7 @@ MASK_BYTE = 1  # a control character that no source file contains
 
 class StdlibText(Options):
     use = "stdlib-text"
+    content = "text"
 
     context: Count
     objective: Objective = "next"

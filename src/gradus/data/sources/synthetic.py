@@ -23,6 +23,7 @@ MEAN, DEVIATION = 0.5, (2 / 12 / 4) ** 0.5
 
 class SyntheticTokens(Options):
     use = "synthetic-tokens"
+    content = "text"
 
     context: Count
     vocabulary: Annotated[int, Field(ge=2, le=2**32)] = 256
@@ -55,11 +56,15 @@ class CountingText(TextSource):
 
 class SyntheticImages(Options):
     use = "synthetic-images"
+    content = "images"
 
     size: Count = 32
     channels: Literal[1, 3] = 3
     classes: Count = 10
     samples: Count = 65536
+
+    def image_shape(self) -> tuple[int, int, int]:
+        return self.channels, self.size, self.size
 
     def open(self, split: Split, seed: int) -> Source:
         part = self.limited(scattered(self.samples, self.validation, split), self.samples, split, "made up")

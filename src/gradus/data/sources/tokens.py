@@ -19,6 +19,7 @@ VALIDATION_NAMES = ("val.bin", "validation.bin")
 
 class TokenFile(Options):
     use = "tokens"
+    content = "text"
 
     path: ExistingPath  # a file, or a folder with train.bin and perhaps val.bin or validation.bin
     context: Count

@@ -1,0 +1,11 @@
+"""Options that several verbs have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the recipe.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+RunsOption = Annotated[str, typer.Option("--runs", metavar="FOLDER", help="Where run directories are.")]

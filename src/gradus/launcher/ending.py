@@ -1,0 +1,182 @@
+"""Ending: how an attempt ended, from what its ranks left behind and what torchrun says of ranks that could not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from gradus.launcher.attempt import Launch
+from gradus.launcher.last_words import BREAKPOINT_HINT, LastWords, last_words
+from gradus.launcher.rank_output import without_rank_lines
+from gradus.launcher.result import Result
+from gradus.launcher.script import Script
+from gradus.launcher.torchrun import Death, deaths_in_log
+from gradus.record.directory import RunDirectory
+from gradus.record.events import EventWriter
+from gradus.record.metrics import is_evaluation, read_metrics, validation_results
+from gradus.record.outcome import read_outcome
+from gradus.record.status import Status, read_status, write_status
+from gradus.schema.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+
+# Python ends by itself, or, now and then, threads of torch abort it when it has said everything.
+_WITH_WORDS = (None, "SIGABRT")
+_INTERRUPTED = {"kind": "interrupted", "message": "ended at once by a second interrupt", "hint": None}
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How the ranks left, as their launcher saw it."""
+
+    return_code: int  # of torchrun
+    at_once: bool = False  # by a second interrupt
+    stop_reason: str | None = None  # why the ranks of a script were sent SIGTERM
+    said: Mapping[int, Sequence[str]] = field(default_factory=dict)  # the last lines of each rank
+    problems: Sequence[str] = ()
+
+
+def result_of(launch: Launch, departure: Departure) -> Result:
+    """How an attempt ended. Writes it to status and events, too."""
+    run = launch.run
+    outcome = read_outcome(run, launch.attempt)
+    own_outcome = outcome is not None
+    if outcome is None and isinstance(launch.work, Script):
+        outcome = _script_outcome(launch, launch.work, departure)
+    else:
+        outcome = _rank_outcome(launch, outcome, departure)
+    error = outcome.get("error")
+    if error and "BdbQuit" in error["message"] and not error.get("hint"):
+        error = {**error, "hint": BREAKPOINT_HINT}
+    status = _settle_status(run, outcome["state"], error["message"] if error else None)
+    rows = read_metrics(run)
+    step = outcome.get("step", status.step if status else 0)
+    loss = outcome.get("loss", next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None))
+    if error and launch.log_path.exists():
+        error = {**error, "log": str(launch.log_path)}
+    problems = [*outcome.get("problems", []), *departure.problems]
+    _write_end(launch, outcome, error, departure.problems, ranks_told=own_outcome or launch.recipe is not None)
+    return Result(run, outcome["state"], outcome["exit_code"], step, loss, outcome.get("reason"), error, problems)
+
+
+def note_failure(launch: Launch, error: BaseException) -> None:
+    """An attempt that ends in an exception of the launching process is over, for everybody who looks at its files."""
+    _settle_status(launch.run, "failed", str(error) or type(error).__name__)
+    document = {"message": f"{type(error).__name__}: {error}"}
+    _write_end(launch, {"state": "failed", "exit_code": EXIT_FAILED}, document, (), ranks_told=True)
+
+
+def last_validation(run: RunDirectory) -> dict[str, float]:
+    """The numbers of the last evaluation, under their keys in metrics.jsonl."""
+    for row in reversed(read_metrics(run)):
+        if is_evaluation(row):
+            return {f"validation_{name}": value for name, value in validation_results(row).items()}
+    return {}
+
+
+def _rank_outcome(launch: Launch, outcome: dict[str, Any] | None, departure: Departure) -> dict[str, Any]:
+    """What the ranks left for the launcher, unless they died, lost a peer that did, or failed after they wrote it."""
+    failed_late = bool(outcome and not outcome.get("error") and departure.return_code and not departure.at_once)
+    if outcome is not None and not failed_late and (outcome.get("error") or {}).get("kind") != "lost-peer":
+        return outcome
+    if departure.at_once:
+        died: dict[str, Any] | None = _INTERRUPTED
+    else:
+        died = next((death.document() for death in _deaths(launch)), None)
+    if outcome is not None and died is None and not failed_late:
+        return outcome
+    after = f"after rank 0 had {outcome['state']}" if outcome and failed_late else "and no outcome"
+    error = died or _launch_failed(launch, departure, after)
+    return {**(outcome or {}), "state": "failed", "exit_code": EXIT_FAILED, "error": error}
+
+
+def _script_outcome(launch: Launch, script: Script, departure: Departure) -> dict[str, Any]:
+    """How a script ended that says nothing of itself but its exit codes."""
+    if departure.at_once:
+        return {"state": "failed", "exit_code": EXIT_FAILED, "error": _INTERRUPTED}
+    if departure.stop_reason is not None:  # whatever it made of it
+        return {"state": "stopped", "exit_code": EXIT_STOPPED, "reason": departure.stop_reason}
+    if departure.return_code == 0:
+        return {"state": "finished", "exit_code": EXIT_FINISHED, "reason": "the script ended"}
+    words = {rank: last_words(lines) for rank, lines in departure.said.items()}
+    death = _first_cause(_deaths(launch), words)
+    if death is None:
+        return {
+            "state": "failed",
+            "exit_code": EXIT_FAILED,
+            "error": _launch_failed(launch, departure, "and torchrun does not say which failed first"),
+        }
+    if death.exit_code == EXIT_STOPPED:
+        reason = f"rank {death.rank} left with exit code {EXIT_STOPPED}"
+        return {"state": "stopped", "exit_code": EXIT_STOPPED, "reason": reason}
+    exit_code = EXIT_DO_NOT_RESTART if death.exit_code == EXIT_DO_NOT_RESTART else EXIT_FAILED
+    error = _script_error(death, words.get(death.rank) or last_words([]), script)
+    return {"state": "failed", "exit_code": exit_code, "error": error}
+
+
+def _first_cause(deaths: Sequence[Death], words: Mapping[int, LastWords]) -> Death | None:
+    """The rank that failed by itself. torchrun looks ten times a second and may find several dead at once."""
+
+    def is_a_cause(death: Death) -> bool:
+        said = words.get(death.rank)
+        lost_a_peer = said is not None and said.lost_a_peer and death.signal in _WITH_WORDS
+        return death.signal != "SIGTERM" and not lost_a_peer
+
+    return next((death for death in deaths if is_a_cause(death)), deaths[0] if deaths else None)
+
+
+def _script_error(death: Death, words: LastWords, script: Script) -> dict[str, Any]:
+    document = death.document()
+    document["signal" if death.signal else "rank_exit_code"] = death.signal or death.exit_code
+    if death.signal in _WITH_WORDS and words.exception:
+        document |= {"kind": "exception", "message": words.exception, "traceback": words.traceback}
+    elif words.lines:
+        document["output"] = words.lines
+    if death.exit_code == EXIT_DO_NOT_RESTART:
+        document["kind"] = "do-not-restart"
+    document["hint"] = document["hint"] or words.hint(script.text)
+    return document
+
+
+def _deaths(launch: Launch) -> list[Death]:
+    if not launch.log_path.exists():
+        return []
+    return deaths_in_log(without_rank_lines(launch.log_path.read_text(errors="replace")))
+
+
+def _launch_failed(launch: Launch, departure: Departure, after: str) -> dict[str, Any]:
+    return {
+        "kind": "launch-failed",
+        "message": f"the ranks left with exit code {departure.return_code} {after}",
+        "hint": f"see {launch.log_path}",
+    }
+
+
+def _settle_status(run: RunDirectory, state: Any, message: str | None) -> Status | None:
+    """The final status. Rank 0 may not have lived to write it, or may know only that it lost a peer."""
+    status = read_status(run)
+    if status is not None and (status.state == "running" or message is not None):
+        status = replace(status, state=state, last_error=message, updated_at=datetime.now(timezone.utc))
+        write_status(run, status)
+    return status
+
+
+def _write_end(
+    launch: Launch,
+    outcome: Mapping[str, Any],
+    error: dict[str, Any] | None,
+    problems: Sequence[str],
+    *,
+    ranks_told: bool,
+) -> None:
+    """The end, and before it what ranks of a recipe or an own loop write themselves."""
+    events = EventWriter(launch.run, f"launcher-attempt-{launch.attempt}")
+    for problem in problems:
+        events.write("finding", attempt=launch.attempt, message=problem)
+    if not ranks_told and error is not None:
+        events.write("fault", attempt=launch.attempt, **error)
+    elif not ranks_told and outcome["state"] == "finished":
+        events.write("finish", attempt=launch.attempt, reason=outcome.get("reason"))
+    state, exit_code = outcome["state"], outcome["exit_code"]
+    events.write("end", attempt=launch.attempt, state=state, exit_code=exit_code, error=error)
+    events.close()

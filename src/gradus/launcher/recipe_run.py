@@ -1,0 +1,76 @@
+"""A recipe's run: everything that can be checked without torch, and only then the files of the attempt."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from gradus.hardware.cluster import detect_cluster
+from gradus.launcher.attempt import Launch, claim_run, is_of_a_script, last_attempt, usable_machine, write_attempt
+from gradus.launcher.script import COMMAND_FILE, Script
+from gradus.planner.defaults import default_plan
+from gradus.planner.resolve import resolved
+from gradus.planner.weights import check_weights
+from gradus.record.directory import RunDirectory
+from gradus.record.tensorboard import check_tensorboard_installed
+from gradus.schema.cluster import Cluster
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import Recipe
+
+# What makes a run the same run. Everything else, the number of ranks included, may change when it goes on.
+_IDENTITY = ("name", "model", "data", "batch", "seed", "lora")
+
+
+def prepare(
+    recipe: Recipe,
+    nproc: int | None = None,
+    *,
+    cluster: Cluster | None = None,
+    runs: Path = Path("runs"),
+    run_id: str | None = None,
+    resume: str | None = None,
+    dry_run: bool = False,
+) -> Launch:
+    """An attempt at a recipe. A dry run has its directory elsewhere, since it is to leave none behind."""
+    recipe = resolved(recipe)
+    if resume is None:  # one that goes on has its weights in its checkpoints
+        check_weights(recipe)
+    if "tensorboard" in recipe.exporters:
+        check_tensorboard_installed()
+    machine = usable_machine()
+    cluster = cluster or detect_cluster(machine)
+    choice = default_plan(recipe, cluster, nproc)
+    if dry_run:
+        runs = Path(tempfile.mkdtemp(prefix="gradus-dry-run-"))
+    run, lock = claim_run(runs, recipe.name, run_id, resume, lambda run: _check_same_run(run, recipe))
+    files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
+    attempt = write_attempt(run, cluster, machine, files)
+    return Launch(run, attempt, recipe, choice.plan.mesh.world_size, machine.cpu_cores, lock, dry_run)
+
+
+def recipe_of(run: RunDirectory) -> Path:
+    """The recipe of the last attempt, as it was resolved then."""
+    if is_of_a_script(run):
+        command = Script.load(last_attempt(run) / COMMAND_FILE).text
+        raise InputError(
+            f"{run.path}: the run is of a script, and not of a recipe: {command}",
+            hint=f"gradus train --resume {run.name}/{run.id} [-- {command}]",
+            found=str(run.path),
+        )
+    return last_attempt(run) / "recipe.yaml"
+
+
+def _check_same_run(run: RunDirectory, now: Recipe) -> None:
+    """Refuse a recipe that would make it another run."""
+    before = Recipe.load(recipe_of(run))
+    with now.blamed():
+        for field in _IDENTITY:
+            began, found = getattr(before, field), getattr(now, field)
+            if began != found:
+                raise InputError(
+                    f"{field}: the run began with {began!r}, found {found!r}",
+                    hint="start a new run for that",
+                    field=field,
+                    found=str(found),
+                    allowed=str(began),
+                )

@@ -1,0 +1,198 @@
+"""Exporting: a trained model as files that need nothing of ours to be read: safetensors, and config.json if it has one.
+
+Of a run with adapters (lora) the base is built again and both are merged, unless the adapters alone are wanted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradus.checkpoint.manifest import TENSORS, committed_steps, verify_folder
+from gradus.checkpoint.reading import DTYPES, NAMES, read_tensor
+from gradus.checkpoint.state import model_tensors, restore_model
+from gradus.checkpoint.store import Checkpoint
+from gradus.checkpoint.tensor_file import StoredTensor, read_header
+from gradus.checkpoint.weights import ADAPTER_MARK, CONFIG, MODEL_PREFIX, SINGLE
+from gradus.checkpoint.writing import Writable, write_tensors
+from gradus.models import catalogue
+from gradus.models.config_json import config_of
+from gradus.models.layouts import Link, layout_of
+from gradus.record.directory import RunDirectory
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import Recipe
+from gradus.training.building import build_model
+from gradus.training.lora import adapted_layers
+
+ADAPTER, ADAPTER_SETTINGS = "adapter.safetensors", "adapter.json"
+ExportLayout = Literal["gradus", "huggingface"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A verified checkpoint and the recipe that it was made by, where that is known."""
+
+    path: Path
+    step: int
+    state: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    recipe: Recipe | None
+
+    @property
+    def has_adapters(self) -> bool:
+        return ADAPTER_MARK in self.tensors
+
+    @property
+    def of_model(self) -> dict[str, StoredTensor]:
+        return {n.removeprefix(MODEL_PREFIX): t for n, t in self.tensors.items() if n.startswith(MODEL_PREFIX)}
+
+
+def open_saved(path: Path, step: int | None = None, recipe: Recipe | None = None) -> Saved:
+    """The checkpoint that a run directory (its newest, unless `step` is given) or a checkpoint's folder stands for."""
+    folder = path if (path / TENSORS).exists() else _folder_of(path, step)
+    manifest = verify_folder(folder)
+    if recipe is None:
+        recipe = _recipe_beside(folder)
+    tensors = read_header(folder / TENSORS, "checkpoint").tensors
+    return Saved(folder, int(manifest["step"]), manifest["state"], tensors, recipe)
+
+
+def _whole_model(saved: Saved) -> nn.Module:
+    """The model of a checkpoint, as it was trained, on the host."""
+    recipe = _required_recipe(saved, "building the model")
+    floats = {t.dtype for t in saved.of_model.values() if DTYPES[t.dtype].is_floating_point}
+    dtype = torch.float64 if "F64" in floats else torch.float32
+    with recipe.blamed():
+        model = build_model(recipe, torch.device("cpu"), dtype, load_weights=False)
+    restore_model(model, Checkpoint(saved.step, saved.path, dict(saved.state)).tensors())
+    return model
+
+
+def export(saved: Saved, out: Path, layout: ExportLayout = "gradus", *, adapter: bool = False) -> list[Path]:
+    """Write a checkpoint's model to a new folder. The files that were written."""
+    if adapter:
+        files = _adapter_files(saved)
+    elif layout == "gradus":
+        files = {SINGLE: _own_tensors(saved)}
+    else:
+        files = _hugging_face_files(saved)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"--out: {out} exists already", hint="name a new folder", field="--out", found=str(out))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            if isinstance(content, str):
+                (out / name).write_text(content)
+            else:
+                write_tensors(out / name, content)
+    except OSError as error:
+        raise InputError(f"--out: {out}: {error.strerror}", field="--out", found=str(out)) from error
+    return [out / name for name in files]
+
+
+Files = dict[str, "dict[str, Writable] | str"]
+
+
+def _own_tensors(saved: Saved) -> dict[str, Writable]:
+    return {name: Writable(dtype, shape, get) for name, dtype, shape, get in _tensors(saved)}
+
+
+def _hugging_face_files(saved: Saved) -> Files:
+    recipe = _required_recipe(saved, "--layout huggingface")
+    if not recipe.model.built_in:
+        raise InputError(
+            f"--layout: {recipe.model.use} is a model of your own; Hugging Face has other names only for gpt and bert",
+            hint="--layout gradus writes it under its own names, which a transformers model takes as they are",
+            field="--layout",
+            found="huggingface",
+            allowed="gradus",
+        )
+    _, settings = catalogue.resolve(recipe.model.use, recipe.model.options)
+    layout = layout_of(settings)
+    ours = {name: (dtype, shape, get) for name, dtype, shape, get in _tensors(saved)}
+    tensors = {link.theirs: _linked(link, *ours[link.ours]) for link in layout.links}
+    return {SINGLE: tensors, CONFIG: json.dumps(config_of(layout.name, settings), indent=2) + "\n"}
+
+
+def _linked(link: Link, dtype: str, shape: tuple[int, ...], get: Callable[[], Tensor]) -> Writable:
+    """A tensor of theirs, taken out of one of ours."""
+    rows = shape[0] if link.rows is None else link.rows
+
+    def taken() -> Tensor:
+        part = get()[link.first_row : link.first_row + rows]
+        return part.T if link.transposed else part
+
+    theirs = (rows, *shape[1:])
+    return Writable(dtype, tuple(reversed(theirs)) if link.transposed else theirs, taken)
+
+
+def _adapter_files(saved: Saved) -> Files:
+    recipe = _required_recipe(saved, "--adapter")
+    if not saved.has_adapters or recipe.lora is None:
+        raise InputError(f"--adapter: {saved.path} has no adapters: the run had no lora", field="--adapter")
+    tensors = {
+        name: Writable(t.dtype, t.shape, partial(read_tensor, t))
+        for name, t in saved.of_model.items()
+        if name.endswith(("lora_a", "lora_b"))
+    }
+    about = {**recipe.lora.model_dump(), "model": recipe.model.model_dump(exclude_unset=True), "step": saved.step}
+    return {ADAPTER: tensors, ADAPTER_SETTINGS: json.dumps(about, indent=2) + "\n"}
+
+
+def _tensors(saved: Saved) -> Iterator[tuple[str, str, tuple[int, ...], Callable[[], Tensor]]]:
+    """Name, type and shape of every tensor of the whole model, and how to get it when its turn comes."""
+    if not saved.has_adapters:
+        for name, stored in saved.of_model.items():
+            yield name, stored.dtype, stored.shape, partial(read_tensor, stored)
+        return
+    for name, tensor in merged_tensors(_whole_model(saved)).items():
+        yield name, NAMES[tensor.dtype], tuple(tensor.shape), tensor.clone
+
+
+def merged_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model without adapters that does the same as this one with them."""
+    layers = adapted_layers(model)
+    tensors = {name: t.detach() for name, t in model_tensors(model).items() if not name.endswith(("lora_a", "lora_b"))}
+    return tensors | {f"{name}.weight" if name else "weight": layer.merged() for name, layer in layers.items()}
+
+
+def _folder_of(path: Path, step: int | None) -> Path:
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = committed_steps(folder)
+    if not steps:
+        raise InputError(f"{path}: no checkpoint there", field="RUN", found=str(path), allowed="a run or a checkpoint")
+    if step is not None and step not in steps:
+        raise InputError(
+            f"--step: found {step}, {path} has {', '.join(map(str, steps))}",
+            field="--step",
+            found=step,
+            allowed=list(steps),
+        )
+    return folder / steps[max(steps) if step is None else step]
+
+
+def _recipe_beside(checkpoint: Path) -> Recipe | None:
+    """The recipe of the run whose folder the checkpoint lies in."""
+    run = RunDirectory(checkpoint.absolute().parent.parent)
+    if not (run.path / "attempts").is_dir() or not run.attempts:
+        return None
+    file = run.attempt_path(run.attempts[-1]) / "recipe.yaml"
+    return Recipe.load(file) if file.exists() else None
+
+
+def _required_recipe(saved: Saved, what: str) -> Recipe:
+    if saved.recipe is None:
+        raise InputError(
+            f"{saved.path} does not lie in its run, and {what} needs the recipe",
+            hint="give it with --recipe RECIPE",
+            field="--recipe",
+            found="nothing",
+        )
+    return saved.recipe

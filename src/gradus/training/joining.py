@@ -1,0 +1,100 @@
+"""Joining: how a process with an own loop finds its peers and its run directory, whoever started it.
+
+`gradus train -- script.py` names the run in the environment; under plain torchrun or plain python, rank 0 makes one.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from gradus.hardware.cluster import detect_cluster
+from gradus.hardware.detect import detect_machine
+from gradus.parallel.world import World, alone, connected, store_from_environment
+from gradus.planner.defaults import Choice, default_plan
+from gradus.record.directory import RunDirectory
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import Recipe
+from gradus.training.device import rank_device
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an own loop runs."""
+
+    world: World
+    run: RunDirectory
+    attempt: int
+    choice: Choice
+    launched: bool  # by `gradus train`, which then shows progress and reports the ending
+    connection: ExitStack  # closing it leaves the world
+    lock: TextIO | None = None
+
+
+def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
+    connection = ExitStack()
+    world = _world(connection)
+    machine = detect_machine()
+    cluster = detect_cluster(machine)
+    choice = default_plan(recipe, cluster, world.size)
+    if choice.plan.mesh.pipeline > 1:
+        raise InputError(
+            f"plan.mesh.pipeline: found {choice.plan.mesh.pipeline}; an own loop cannot express a pipeline schedule",
+            hint="train the model from a recipe (gradus train RECIPE), or use pipeline 1",
+            field="plan.mesh.pipeline",
+            found=choice.plan.mesh.pipeline,
+            allowed=1,
+        )
+    files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
+    named = os.environ.get("GRADUS_RUN")
+    if named is not None:
+        if resume is not None:
+            raise InputError(
+                f"resume: found {resume!r}, but gradus train has chosen the run already",
+                hint=f"gradus train --resume {resume} -- script.py",
+                field="resume",
+                found=resume,
+            )
+        run, attempt = RunDirectory(Path(named)), int(os.environ["GRADUS_ATTEMPT"])
+        if world.leads:
+            for name, text in files.items():
+                (run.attempt_path(attempt) / name).write_text(text)
+            (run.control / f"own-loop-{attempt}").touch()  # from now on status and ending come from here
+        world.barrier()
+        return Place(world, run, attempt, choice, True, connection)
+
+    from gradus.launcher.attempt import claim_run, write_attempt  # nobody has launched this: it launches itself
+
+    lock = None
+    if world.leads:
+        run, lock = claim_run(runs, recipe.name, None, resume, lambda run: None)
+        attempt = write_attempt(run, cluster, machine, files)
+        _tell(world, f"{attempt} {run.path}")
+    else:
+        number, _, path = _told(world).partition(" ")
+        run, attempt = RunDirectory(Path(path)), int(number)
+    return Place(world, run, attempt, choice, False, connection, lock)
+
+
+def _world(connection: ExitStack) -> World:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return alone(rank_device(0))
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    device = rank_device(local_rank)
+    size = int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        return alone(device)
+    return connection.enter_context(connected(rank, local_rank, size, device, store_from_environment()))
+
+
+def _tell(world: World, text: str) -> None:
+    if world.store is not None:
+        world.store.set("own-loop-run", text)
+
+
+def _told(world: World) -> str:
+    assert world.store is not None
+    return world.store.get("own-loop-run").decode()

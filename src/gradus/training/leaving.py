@@ -1,0 +1,83 @@
+"""Leaving: how a rank tells the launcher how it ended, and goes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from gradus.record.directory import RunDirectory
+from gradus.record.metrics import read_metrics
+from gradus.record.outcome import read_outcome, write_outcome
+from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, GradusError
+from gradus.training.boundary import Ending
+from gradus.training.live_run import LiveRun
+
+# A rank that lost its peers waits so long for the one that failed first to say why.
+_WAIT_FOR_CAUSE_SECONDS = 5.0
+
+
+def tell_ending(live: LiveRun, ending: Ending, summary: list[str] | None = None) -> None:
+    """Close the record of a run that ended well, and leave its outcome."""
+    problems = [*live.recorder.problems, *live.recorder.close(state=ending.state, step=live.state.step)]
+    if not live.world.leads:
+        return
+    losses = [row["loss"] for row in read_metrics(live.run) if row.get("loss") is not None]
+    outcome = {
+        "state": ending.state,
+        "exit_code": EXIT_FINISHED if ending.state == "finished" else EXIT_STOPPED,
+        "reason": ending.reason,
+        "step": live.state.step,
+        "loss": losses[-1] if losses else None,
+        "problems": problems,
+    }
+    write_outcome(live.run, live.attempt, outcome | ({"summary": summary} if summary else {}))
+
+
+def tell_failure(run: RunDirectory, attempt: int, error: Exception, rank: int) -> None:
+    """Write why this rank failed, unless another rank's failure came first and explains it."""
+    if _lost_a_peer(error):
+        deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
+        while time.monotonic() < deadline:
+            if read_outcome(run, attempt) is not None:
+                return
+            time.sleep(0.1)
+    document: dict[str, Any] = {"rank": rank, "node": socket.gethostname()}
+    if isinstance(error, GradusError):
+        document |= error.document()
+        exit_code = error.exit_code
+    else:
+        document |= {
+            "kind": "lost-peer" if _lost_a_peer(error) else "exception",
+            "message": f"{type(error).__name__}: {error}",
+            "hint": None,
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        exit_code = EXIT_FAILED
+    write_outcome(run, attempt, {"state": "failed", "exit_code": exit_code, "error": document})
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """End this process without tearing torch down, whose threads now and then abort at exit.
+
+    Everything of ours is written by now. What the user's code or loader workers registered for the end is done first.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

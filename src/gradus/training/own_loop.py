@@ -1,0 +1,448 @@
+"""Own loop: a training loop of the user's own, with everything around a step taken care of.
+
+    run = gradus.Run.start("recipe.yaml")
+    model, optimizer = run.prepare(model, optimizer)
+    for batch in run.batches(dataset):
+        run.step(loss_of(model, batch))
+
+The recipe needs only a name, a batch and a budget. Start the script with `gradus train --nproc 4 -- script.py`, with
+torchrun, or with plain python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradus.data.loader import Indexed, MicroBatch
+from gradus.parallel.replicate import share_buffers
+from gradus.record.display import Display
+from gradus.record.stop import request_stop
+from gradus.schema.errors import EXIT_FAILED, GradusError, InputError
+from gradus.schema.recipe import OWN, Recipe
+from gradus.training.boundary import Boundary, Ending, Launched
+from gradus.training.building import finished_model
+from gradus.training.evaluation import evaluate
+from gradus.training.joining import Place, join
+from gradus.training.leaving import tell_ending, tell_failure
+from gradus.training.live_run import Evaluator, LiveRun
+from gradus.training.loop import TimedBatches
+from gradus.training.objective import Losses, sum_and_count
+from gradus.training.optimizers import LR_FACTOR
+from gradus.training.randomness import seed_for_construction
+
+POLL_SECONDS = 0.2
+
+
+class Results(dict[str, float]):
+    """Means over the validation samples. Of an evaluation that a stop request cut short, every number is NaN."""
+
+    def __missing__(self, key: str) -> float:
+        if self:
+            raise KeyError(key)
+        return float("nan")
+
+
+class Run:
+    """A run whose loop is in the user's script. `start` makes one."""
+
+    def __init__(self, recipe: Recipe, place: Place) -> None:
+        self._place = place
+        self._live = LiveRun(recipe, place.choice.plan, place.run, place.attempt, place.world)
+        self._prepared = False
+        self._boundary: Boundary | None = None
+        self._micro: MicroBatch | None = None  # handed out, and its loss not yet given to `step`
+        self._forward: AbstractContextManager[None] | None = None
+        self._stream: TimedBatches | None = None
+        self._waited_seconds = 0.0
+        self._ending: Ending | None = None
+        self._failed = False
+        self._told = False
+        self._asked: str | None = None
+        self._evaluators: dict[int, tuple[Any, Evaluator]] = {}
+        self._display = _Shown(self) if place.world.leads and not place.launched else None
+
+    @classmethod
+    def start(
+        cls, recipe: Recipe | str | Path | Mapping[str, Any], *, runs: str | Path = "runs", resume: str | None = None
+    ) -> Run:
+        """Join the other ranks, if there are any, and open the run's directory."""
+        from gradus.launcher.given import recipe_given  # what callers of gradus.train may hand over, too
+
+        try:
+            given = recipe_given(recipe)
+            if given.deterministic:
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            run = cls(given, join(given, Path(runs), resume))
+            seed_for_construction("model", given.seed)  # a model that is built from here on starts as a recipe's would
+        except GradusError as error:
+            _refuse(error)
+            raise
+        run._watch()
+        return run
+
+    @property
+    def rank(self) -> int:
+        return self._place.world.rank
+
+    @property
+    def ranks(self) -> int:
+        return self._place.world.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where `prepare` puts the model, and where batches are."""
+        return self._place.world.device
+
+    @property
+    def directory(self) -> Path:
+        return self._place.run.path
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps so far, those before a resume included."""
+        return self._live.state.step
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the loop ended because the run was asked to stop: it is saved and will be continued."""
+        return self._ending is not None and self._ending.state == "stopped"
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The model as the plan wants it, and its optimizer; both as the last checkpoint left them, if there is one.
+
+        The recipe's `model.weights`, `freeze` and `lora` apply. Without an optimizer, the recipe's is made.
+        """
+        live = self._live
+        if self._prepared:
+            raise InputError("run.prepare: it was called before; one model and one optimizer to a run", field="prepare")
+        double = live.numbers.parameters == torch.float64
+        model = model.to(device=self.device, dtype=torch.float64 if double else None)
+        if optimizer is None and live.recipe.optimizer.use == OWN:
+            raise InputError(
+                "run.prepare: there is no optimizer: none was given, and the recipe names none",
+                hint="run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))",
+                field="optimizer",
+            )
+        if optimizer is not None:
+            _check_optimizer_is_of(model, optimizer)
+            if live.recipe.lora is not None:
+                raise InputError(
+                    "lora: its matrices are made by run.prepare, and this optimizer was made before",
+                    hint="leave the optimizer to the recipe: run.prepare(model)",
+                    field="lora",
+                )
+            self._note_learning_rates(optimizer)
+        with live.recorder.told_of_failure():
+            model = finished_model(live.recipe, model, load_weights=live.checkpoint is None)
+            live.use_model(model, optimizer, fixed_buckets=live.recipe.deterministic)
+            live.restore()
+        self._prepared = True
+        return live.step.model, live.optimizer
+
+    def batches(self, dataset: Any) -> Iterator[Any]:
+        """The micro-batches of this rank until the budget is spent or the run is to stop, on the device.
+
+        `dataset` has `__len__` and `__getitem__`. After each batch, its loss goes to `step`.
+        """
+        if not self._prepared:
+            raise InputError("run.batches: call run.prepare(model, optimizer) first", field="batches")
+        live = self._live
+        with live.recorder.told_of_failure():
+            live.use_data(Indexed(dataset, "run.batches"))
+            live.check_ranks_agree()
+            live.begin()
+        self._stream = TimedBatches(live.loader.micro_batches(live.state.step, live.total_steps))
+        self._boundary = Boundary(live)
+        live.hooks.on_start()
+        return self._micro_batches(self._boundary, self._stream)
+
+    def _micro_batches(self, boundary: Boundary, stream: TimedBatches) -> Iterator[Any]:
+        try:
+            while True:
+                self._answer_signal()
+                self._ending = boundary.reached()
+                if self._ending is not None:
+                    return
+                self._waited_seconds = stream.waited_seconds
+                for _ in range(self._live.step.accumulate):
+                    self._micro = next(stream)
+                    self._forward = self._live.step.forward(self._micro, self._live.state.step)
+                    self._forward.__enter__()  # until `step`: what the loop's body computes is the forward pass
+                    yield self._micro.inputs
+                    if self._micro is not None:
+                        raise InputError(
+                            f"own loop: run.step(loss) was not called for a batch of step {self.steps_done + 1}",
+                            hint="call it once for each batch that run.batches gives; ranks wait for each other there",
+                            field="step",
+                        )
+        finally:
+            # Left with `break`, or by an exception: `finish` saves unless the script fails, which is not known here.
+            if self._forward is not None:
+                self._forward.__exit__(None, None, None)
+            self._micro = self._forward = None
+
+    def step(self, loss: Any) -> None:
+        """Take the loss of the batch: a scalar mean, or `(sum, count)`.
+
+        With the last micro-batch of a step, the gradients are normalised over the global batch, clipped and applied.
+        """
+        live, micro, boundary, stream = self._live, self._micro, self._boundary, self._stream
+        if micro is None or self._forward is None or boundary is None or stream is None:
+            raise InputError(
+                "run.step: there is no batch whose loss this could be",
+                hint="call it once in the body of `for batch in run.batches(dataset)`",
+                field="step",
+            )
+        self._forward.__exit__(None, None, None)
+        self._micro = self._forward = None
+        self._failed = True  # unless it comes to its end
+        loss_sum, count = sum_and_count(loss, micro.samples, with_loss=True, what="run.step")
+        if not loss_sum.requires_grad:
+            raise InputError(
+                "run.step: no gradient can flow from this loss",
+                hint="compute it from the output of the prepared model, without .item(), .detach() or torch.no_grad()",
+                field="step",
+            )
+        if micro.samples == 0:  # padding: this rank has no sample left in the last step of the run
+            loss_sum, count = loss_sum * 0, count * 0
+        live.step.backward(loss_sum, count)
+        if live.step.complete:
+            self._apply(boundary, stream)
+        self._failed = False
+
+    def _apply(self, boundary: Boundary, stream: TimedBatches) -> None:
+        live = self._live
+        own_rate = live.recipe.optimizer.use == OWN and not live.recipe.optimizer.schedules
+        lr = None if own_rate else live.schedule(live.state.schedule_position())
+        numbers = live.step.apply(lr, measure_norm=live.recorder.logs(live.state.step + 1))
+        first = float(live.optimizer.param_groups[0]["lr"])
+        waited = stream.waited_seconds - self._waited_seconds
+        boundary.launched(Launched(live.state.step, first, waited, numbers))
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the recipe wants an evaluation now: after every so many steps (`evaluate.every`) and at the end."""
+        live = self._live
+        if self._boundary is None or self._micro is not None or live.step.under_way:
+            return False
+        step, every = live.state.step, live.recipe.evaluate.every
+        due = step >= live.total_steps or (every is not None and step > 0 and step % every == 0)
+        return due and live.state.evaluation.evaluated_step != step
+
+    def evaluate(self, dataset: Any, loss: Callable[[Any], Any]) -> dict[str, float]:
+        """Means over the samples of `dataset` on all ranks, recorded as `validation_...`. All ranks must call it.
+
+        `loss(batch)` returns what `step` takes, or a dict of such, with `loss` among them. The model is in evaluation
+        mode and no gradients are kept meanwhile.
+        """
+        live = self._live
+        if self._micro is not None:
+            raise InputError("run.evaluate: call run.step(loss) for the present batch first", field="evaluate")
+        if not self._prepared:
+            raise InputError("run.evaluate: call run.prepare(model, optimizer) first", field="evaluate")
+        if self._boundary is not None:
+            self._boundary.settle()
+            self._boundary.save_if_out_of_budget()
+        evaluator = self._evaluator(dataset)
+        share_buffers(live.model, live.world)
+        began = time.monotonic()
+        results = evaluate(
+            live.model,
+            _objective(loss),
+            evaluator.loader,
+            evaluator.batches,
+            live.numbers,
+            live.world,
+            live.stop,
+        )
+        if results is None:
+            if self._boundary is not None:
+                self._boundary.interrupted = True
+            return Results()
+        live.note_evaluation(results, time.monotonic() - began)
+        live.recorder.restart_clock()
+        return Results(results)
+
+    def log(self, **numbers: float) -> None:
+        """Numbers of the user's own, written into the metrics of the present step by rank 0."""
+        self._live.recorder.log(self.steps_done, numbers)
+
+    def finish(self) -> None:
+        """Close the run's record. Done by itself when the script ends; what is logged after it is lost."""
+        if self._told:
+            return
+        self._told = True
+        if self._display is not None:
+            self._display.close()
+        if self._failed:
+            self._live.recorder.close(state="failed")
+            return
+        if self._ending is None:
+            reason = f"the loop was left after {self.steps_done} steps"
+            self._ending = self._boundary.left(reason) if self._boundary else Ending("finished", reason)
+        tell_ending(self._live, self._ending)
+        if self._display is not None:
+            again = f"; continue with resume={str(self.directory)!r}" if self.stopped else ""
+            print(f"{self._ending.state}: {self._ending.reason}, run {self.directory}{again}", file=sys.stderr)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+
+    def _evaluator(self, dataset: Any) -> Evaluator:
+        """Kept by dataset: one that is in memory goes to the device once."""
+        if id(dataset) not in self._evaluators:
+            data = Indexed(dataset, "run.evaluate")
+            self._evaluators[id(dataset)] = (dataset, self._live.evaluator_for(data))
+        return self._evaluators[id(dataset)][1]
+
+    def _note_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """The schedule multiplies the optimizer's own learning rates; a recipe that names one replaces the first."""
+        block = self._live.recipe.optimizer
+        first = float(optimizer.param_groups[0]["lr"])
+        for group in optimizer.param_groups:
+            group[LR_FACTOR] = float(group["lr"]) / (1.0 if block.use == OWN else first or 1.0)
+        if block.use != OWN and first != block.lr:
+            message = f"learning rate {block.lr:g} of the recipe in place of the optimizer's {first:g}"
+            self._live.recorder.event("learning-rate", message=message)
+
+    def _watch(self) -> None:
+        """From here on a signal is a stop request, and a failure is told before the process ends."""
+        atexit.register(self._leave)
+        before = sys.excepthook
+
+        def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self._told = True
+            if self._display is not None:
+                self._display.close()
+            if isinstance(error, GradusError):
+                _print_error(error)
+            else:
+                before(kind, error, trace)
+            self._live.recorder.close(state="failed", last_error=str(error) or kind.__name__)
+            if isinstance(error, Exception):
+                tell_failure(self._place.run, self._place.attempt, error, self.rank)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # At once: peers may be in a collective with this rank, and closing the group would wait for them.
+            os._exit(error.exit_code if isinstance(error, GradusError) else EXIT_FAILED)
+
+        sys.excepthook = failed
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, self._note_signal)
+
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only a note: a handler that writes can interrupt the very same write.
+        if self._asked is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._asked = signal.Signals(number).name
+
+    def _answer_signal(self) -> None:
+        if self._asked is not None and not self._place.run.stop_file.exists():
+            request_stop(self._place.run, self._asked)
+
+    def _leave(self) -> None:
+        self.finish()
+        self._place.connection.close()
+
+
+class _Shown:
+    """Progress on this process's own stderr, where no launcher shows it."""
+
+    def __init__(self, run: Run) -> None:
+        self._display = Display(run._place.run, run._live.recipe.steps)
+        self._done = threading.Event()
+        self._display.say(f"{run._live.recipe.name}: {run.ranks} rank{'s' if run.ranks > 1 else ''}, {run.directory}")
+        self._thread = threading.Thread(target=self._follow, name="gradus-display", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._done.wait(POLL_SECONDS):
+            self._display.poll()
+
+    def close(self) -> None:
+        if not self._done.is_set():
+            self._done.set()
+            self._thread.join()
+            self._display.close()
+
+
+def _objective(loss: Callable[[Any], Any]) -> Callable[[nn.Module, Any, int], Losses]:
+    def measured(model: nn.Module, batch: Any, samples: int) -> Losses:
+        result = loss(batch)
+        parts = dict(result) if isinstance(result, Mapping) and "loss" in result else {"loss": result}
+        pairs: dict[str, tuple[Tensor, Tensor]] = {
+            name: sum_and_count(value, samples, with_loss=True, what=f"run.evaluate: {name}")
+            for name, value in parts.items()
+        }
+        if samples == 0:
+            pairs = {name: (total * 0, count * 0) for name, (total, count) in pairs.items()}
+        loss_sum, count = pairs.pop("loss")
+        return Losses(loss_sum, count, pairs)
+
+    return measured
+
+
+def _check_optimizer_is_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise InputError(
+            f"run.prepare: {foreign} parameters of the optimizer are not the model's",
+            hint="make the optimizer from the parameters of the very model that is prepared",
+            field="optimizer",
+            found=foreign,
+        )
+
+
+def _refuse(error: GradusError) -> None:
+    """Bad input before there is a run: said in two lines, with the exit code that belongs to it."""
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # somebody types this: they want the exception
+        return
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            before(kind, raised, trace)
+            return
+        _print_error(error)
+        run, attempt = os.environ.get("GRADUS_RUN"), os.environ.get("GRADUS_ATTEMPT")
+        if run is not None and attempt is not None:
+            from gradus.record.directory import RunDirectory
+
+            tell_failure(RunDirectory(Path(run)), int(attempt), error, int(os.environ.get("RANK", "0")))
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+
+    sys.excepthook = told
+
+
+def _print_error(error: GradusError) -> None:
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    cause = error.__cause__
+    if cause is not None:
+        traceback.print_exception(cause)

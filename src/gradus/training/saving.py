@@ -1,0 +1,135 @@
+"""Saving: a live run as a checkpoint, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from gradus.checkpoint.state import collect, restore_model, restore_optimizer
+from gradus.checkpoint.store import Checkpoint
+from gradus.parallel.replicate import share_buffers
+from gradus.schema.errors import GradusError, InputError
+from gradus.training.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from gradus.training.live_run import LiveRun
+
+
+def save(live: LiveRun, required: bool) -> bool:
+    """A checkpoint of the present step, and whether it is there. Rank 0 writes; with replicas it holds everything.
+
+    One that cannot be written in the middle of a run is reported, and training goes on; at its end there is no later
+    one that would do.
+    """
+    share_buffers(live.model, live.world)
+    step = live.state.step
+    try:
+        if live.world.leads:
+            _write(live)
+    except OSError as error:  # on rank 0 only, which is also the only one that would raise
+        message = f"the checkpoint of step {step} cannot be written: {error}"
+        live.recorder.problem("checkpoint-failed", message)
+        if required:
+            newest = max(live.store.steps(), default=None)
+            kept = "there is none" if newest is None else f"the newest one is of step {newest}"
+            raise GradusError(
+                f"{message}; {kept}", hint=f"make room in {live.run.path}, then go on with --resume"
+            ) from error
+        return False
+    finally:
+        live.recorder.restart_clock()
+    return True
+
+
+def _write(live: LiveRun) -> None:
+    step, recipe = live.state.step, live.recipe
+    tensors, optimizer_numbers = collect(live.model, live.optimizer)
+    if live.step.loss_scale is not None:
+        tensors |= {f"loss_scale.{name}": value for name, value in live.step.loss_scale.state().items()}
+    tensors |= live.hooks.tensors()
+    state = {
+        "training": live.state.document(),
+        "optimizer": {"use": recipe.optimizer.use, **optimizer_numbers},
+        "samples": min(step * recipe.batch, live.total_samples),
+        "dataset_length": live.train_data.length,
+        "tokenizer": live.tokenizer_hash,
+    }
+    saved = live.store.save(step, tensors, state)  # which has verified it: older ones may go
+    best = live.state.evaluation.best_step if recipe.checkpoint.best else None
+    live.store.prune(step, recipe.checkpoint.keep, also_keep=best)
+    live.recorder.event("checkpoint", step=step, path=str(saved.path.relative_to(live.run.path)))
+
+
+def newest_checkpoint(live: LiveRun) -> Checkpoint | None:
+    """The newest checkpoint that can be trusted, if there is one. Rank 0 decides which."""
+    step = torch.full((), -1, dtype=torch.int64, device=live.world.device)
+    newest = None
+    if live.world.leads:
+        newest, damaged = live.store.newest()
+        for problem in damaged:
+            live.recorder.event("fault", kind="damaged-checkpoint", message=problem.message)
+        step.fill_(newest.step if newest else -1)
+    if live.world.size > 1:
+        dist.broadcast(step, src=0)
+    if step.item() < 0:
+        return None
+    return newest or live.store.open(int(step.item()))  # rank 0 has read and verified it already
+
+
+def resume(live: LiveRun, checkpoint: Checkpoint) -> None:
+    """Go on from a checkpoint: weights, optimizer, loss scale, hooks, and the step."""
+    tensors, optimizer = checkpoint.tensors(), checkpoint.state["optimizer"]
+    restore_model(live.model, tensors)
+    use = live.recipe.optimizer.use
+    if optimizer["use"] == use:
+        groups = not live.recipe.optimizer.built_in  # only those of others keep something there
+        restore_optimizer(live.model, live.optimizer, tensors, optimizer, groups=groups)
+    else:
+        live.recorder.event("resume", message=f"optimizer {use} starts anew; the run had {optimizer['use']} before")
+    if live.step.loss_scale is not None and "loss_scale.scale" in tensors:  # else the run had another precision
+        for name, value in live.step.loss_scale.state().items():
+            value.copy_(tensors[f"loss_scale.{name}"])
+    live.hooks.restore(tensors)
+    live.state = TrainingState.from_document(checkpoint.state["training"])
+    live.recorder.event("resume", step=live.state.step)
+
+
+def check_same_data(live: LiveRun, checkpoint: Checkpoint) -> None:
+    """The position in the stream is a step number; it must mean the same samples as when it was saved."""
+    if checkpoint.step > live.total_steps:
+        raise InputError(
+            f"the run is at step {checkpoint.step} already, beyond its budget of {live.total_steps} now",
+            hint=f"--set steps={checkpoint.step * 2}, or start a new run",
+            field="steps",
+            found=live.total_steps,
+            allowed=f"at least {checkpoint.step}",
+        )
+    length, samples = checkpoint.state["dataset_length"], checkpoint.state["samples"]
+    if length != live.train_data.length:
+        raise InputError(
+            f"data: the run began with {length} training samples, found {live.train_data.length}: their order "
+            "would be another",
+            hint="start a new run with the new data, or bring the old data back",
+            field="data",
+            found=live.train_data.length,
+            allowed=length,
+        )
+    if samples < min(checkpoint.step * live.recipe.batch, live.total_samples):
+        raise InputError(
+            f"the run ended after {samples} samples with a short batch; going on would skip the samples that would "
+            "have filled it",
+            hint="start a new run with the larger budget",
+            field="epochs",
+        )
+    tokenizer = checkpoint.state.get("tokenizer")
+    if tokenizer is not None and live.tokenizer_hash is not None and tokenizer != live.tokenizer_hash:
+        raise InputError(
+            f"data.tokenizer: the run began with another tokenizer (hash {tokenizer[:12]}, found "
+            f"{live.tokenizer_hash[:12]}): token numbers would mean other text",
+            hint="bring the old tokenizer back, or start a new run",
+            field="data.tokenizer",
+            found=live.tokenizer_hash,
+            allowed=tokenizer,
+        )

@@ -1,0 +1,149 @@
+"""`gradus checkpoint`, through the real command: what is saved, whether it is whole, weights in and out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from gradus_command import Done, Gradus
+from safetensors.torch import load_file
+
+from gradus.checkpoint.state import collect
+from gradus.checkpoint.store import CheckpointStore
+from gradus.models import catalogue
+from gradus.record.directory import RunDirectory
+from gradus.schema.recipe import OptimizerBlock
+from gradus.training.optimizers import build_optimizer
+
+SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "vocabulary": 11}
+RECIPE = {
+    "name": "saved",
+    "model": {"use": "gpt", **SMALL},
+    "data": {"use": "synthetic-tokens"},
+    "batch": 2,
+    "steps": 2,
+    "optimizer": {"lr": 1e-3},
+}
+
+
+@pytest.fixture(scope="module")
+def model(gradus: Gradus) -> torch.nn.Module:
+    """A run with two checkpoints, as training would have left it."""
+    run = RunDirectory.create(gradus.runs, "saved", "one")
+    (run.attempt_path(run.new_attempt()) / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    model = catalogue.build("gpt", SMALL)
+    tensors, numbers = collect(model, build_optimizer(model, OptimizerBlock(use="sgd", lr=0.1, momentum=0.9)))
+    for step in (1, 2):
+        CheckpointStore(run.checkpoints).save(step, tensors, {"optimizer": numbers})
+    return model
+
+
+def refused(done: Done, field: str, *texts: str) -> dict[str, Any]:
+    assert done.code == 2, done.err
+    error: dict[str, Any] = done.json["error"]
+    assert error["field"] == field
+    for text in texts:
+        assert text in error["message"], error
+    return error
+
+
+@pytest.mark.usefixtures("model")
+def test_checkpoints_are_listed_and_verified(gradus: Gradus) -> None:
+    listed = gradus("checkpoint", "list", "saved/one", "--json").json
+    assert [entry["step"] for entry in listed] == [1, 2]
+    assert all(Path(entry["path"]).is_dir() and entry["size_bytes"] > 1000 for entry in listed)
+    shown = gradus("checkpoint", "list", "saved")
+    assert (shown.code, len(shown.out.splitlines())) == (0, 2)
+    assert "step-00000002" in shown.out
+    verified = gradus("checkpoint", "verify", "saved")
+    assert (verified.code, verified.out.count("whole")) == (0, 2)
+
+
+@pytest.mark.usefixtures("model")
+def test_verify_finds_damage_and_exits_with_1(gradus: Gradus, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(gradus.run("one", "saved"), damaged)
+    file = damaged / "checkpoints" / "step-00000002" / "tensors.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    done = gradus("checkpoint", "verify", str(damaged), "--json")
+    assert done.code == 1
+    assert [entry["whole"] for entry in done.json] == [True, False]
+    assert "tensors.safetensors" in done.json[1]["damage"]
+    assert "DAMAGED" in gradus("checkpoint", "verify", str(file.parent)).out
+    failed = gradus("checkpoint", "export", str(damaged), "--out", str(tmp_path / "out"), "--json")
+    assert failed.code == 1
+    assert failed.json["error"]["kind"] == "damaged-checkpoint"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_exported_model_needs_nothing_but_safetensors(
+    gradus: Gradus, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    done = gradus("checkpoint", "export", "saved/one", "--out", str(tmp_path / "out"), "--step", "1", "--json")
+    assert done.code == 0, done.err
+    assert (done.json["step"], done.json["merged"]) == (1, False)
+    found = load_file(done.json["files"][0])
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(found[name], parameter) for name, parameter in model.named_parameters())
+    again = gradus("checkpoint", "export", "saved/one", "--out", str(tmp_path / "out"), "--json")
+    refused(again, "--out", "exists already")
+
+
+@pytest.mark.usefixtures("model")
+def test_the_hugging_face_layout_brings_its_config(gradus: Gradus, tmp_path: Path) -> None:
+    checkpoint = str(gradus.run("one", "saved") / "checkpoints" / "step-00000002")
+    done = gradus("checkpoint", "export", checkpoint, "--out", str(tmp_path / "hf"), "--layout", "huggingface")
+    assert done.code == 0, done.err
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"model.safetensors", "config.json"}
+    assert "transformer.wte.weight" in load_file(tmp_path / "hf" / "model.safetensors")
+
+
+@pytest.mark.usefixtures("model")
+def test_what_cannot_be_exported_says_why(gradus: Gradus, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "out"), "--json")
+    error = refused(gradus("checkpoint", "export", "saved", *out, "--layout", "hugginface"), "--layout")
+    assert error["nearest"] == "huggingface"
+    refused(gradus("checkpoint", "export", "saved", *out, "--step", "7"), "--step", "found 7", "1, 2")
+    refused(gradus("checkpoint", "export", "saved", *out, "--adapter"), "--adapter", "no adapters")
+    assert gradus("checkpoint", "export", "nowhere", *out).code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pickled_file_is_imported_and_checked_against_a_recipe(
+    gradus: Gradus, model: torch.nn.Module, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    names = {f"module.{name}": p for name, p in model.state_dict().items()}
+    torch.save({"model_state_dict": names, "epoch": 3}, tmp_path / "old.pt")
+    out = tmp_path / "new" / "weights.safetensors"
+    done = gradus(
+        "checkpoint", "import", str(tmp_path / "old.pt"), "--out", str(out), "--recipe", str(recipe), "--json"
+    )
+    assert done.code == 0, done.err
+    found = load_file(out)
+    assert all(torch.equal(found[name], p) for name, p in model.state_dict().items())
+    assert done.json["tensors"] == len(found)
+
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump({**RECIPE, "model": {"use": "gpt", **SMALL, "width": 32}}))
+    arguments = (str(tmp_path / "old.pt"), "--out", str(tmp_path / "no.safetensors"), "--json")
+    refused(
+        gradus("checkpoint", "import", *arguments, "--recipe", str(other)), "model.weights", "other.yaml", "(11, 32)"
+    )
+    assert not (tmp_path / "no.safetensors").exists()
+
+
+def test_what_cannot_be_imported_says_why_and_leaves_nothing(gradus: Gradus, tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+    out = tmp_path / "x.safetensors"
+    arguments = ("checkpoint", "import", str(tmp_path / "model.pt"), "--json", "--out")
+    refused(gradus(*arguments, str(out)), "FILE", "holds more than tensors")
+    refused(gradus(*arguments, str(tmp_path / "x.pt")), "--out", "ends in .safetensors")
+    assert not out.exists()

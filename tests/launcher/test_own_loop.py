@@ -1,0 +1,169 @@
+"""Scripts with an own loop, started the ways people start them: by gradus, by torchrun, by python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gradus_command import Gradus, committed, events, status, trained, wait_until
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = """\
+import os, sys, time
+import torch
+import gradus
+from own import Data
+
+run = gradus.Run.start({"name": "script", "batch": 8, "steps": 40, "seed": 3, **eval(os.environ.get("MORE", "{}"))},
+                       resume=sys.argv[1] if len(sys.argv) > 1 else None)
+model = torch.nn.Linear(4, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+for x, y in run.batches(Data(200)):
+    time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+    if run.steps_done == 5 and os.environ.get("RAISE_ON_RANK") == str(run.rank):
+        raise ValueError("the cat is on the keyboard")
+    run.step(((model(x) - y) ** 2).mean())
+print("after the loop:", "stopped" if run.stopped else "finished")
+"""
+
+
+@pytest.fixture
+def script(gradus: Gradus) -> str:
+    (gradus.folder / "loop.py").write_text(SCRIPT)
+    return "loop.py"
+
+
+def only_run(gradus: Gradus, name: str, before: set[Path]) -> Path:
+    [run] = set((gradus.runs / name).glob("*")) - before
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in trained(run)]
+
+
+def test_the_example_is_a_plain_loop_but_for_a_few_lines() -> None:
+    plain, own = ((EXAMPLES / name).read_text().splitlines() for name in ("plain_loop.py", "own_loop.py"))
+    new = [line for line in own[1:] if line.strip() and line not in plain]
+    gone = [line for line in plain[1:] if line.strip() and line not in own]
+    assert len(new) < 10, new
+    assert len(gone) < 10, gone
+    assert len(own) <= len(plain) + 3
+
+
+def test_the_example_learns_on_two_ranks(gradus: Gradus) -> None:
+    done = gradus("train", "--nproc", "2", "--run-id", "example", "--json", "--", str(EXAMPLES / "own_loop.py"))
+    assert done.code == 0, done.err
+    assert done.json["state"] == "finished"
+    assert (done.json["step"], done.json["validation_loss"] < 0.5) == (100, True)
+    run = gradus.run("example", "own_loop")
+    assert len(trained(run)) == 100
+    assert committed(run) == [100]
+    assert (run / "attempts/1/plan.yaml").exists()
+    assert status(run)["state"] == "finished"
+
+
+def test_a_stopped_script_goes_on_where_it_was(gradus: Gradus, script: str) -> None:
+    whole = gradus("train", "--nproc", "2", "--run-id", "whole", "--", script)
+    assert whole.code == 0, whole.err
+    process = gradus.start("train", "--nproc", "2", "--run-id", "cut", "--", script, STEP_SECONDS="0.1")
+    cut = gradus.run("cut", "loop")
+    wait_until(lambda: len(trained(cut)) >= 5, process)
+    assert gradus("runs", "stop", str(cut)).code == 0
+    first = gradus.end(process)
+    assert first.code == 75, first.err
+    assert "after the loop: stopped" in first.out
+    assert 5 <= committed(cut)[-1] < 40
+    second = gradus("train", "--resume", str(cut))
+    assert second.code == 0, second.err
+    assert "after the loop: finished" in second.out
+    assert losses(cut) == losses(gradus.run("whole", "loop"))
+
+
+def test_the_rank_that_fails_first_is_named(gradus: Gradus, script: str) -> None:
+    done = gradus("train", "--nproc", "2", "--run-id", "fails", "--json", "--", script, RAISE_ON_RANK="1")
+    assert done.code == 1
+    error = done.json["error"]
+    assert "ValueError: the cat is on the keyboard" in error["message"]
+    assert error["rank"] == 1
+    assert status(gradus.run("fails", "loop"))["state"] == "failed"
+
+
+def python(gradus: Gradus, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=gradus.folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_plain_python_stops_on_a_signal_and_resumes(gradus: Gradus, script: str, number: signal.Signals) -> None:
+    before = set((gradus.runs / "script").glob("*"))
+    process = python(gradus, script, STEP_SECONDS="0.1")
+    wait_until(lambda: set((gradus.runs / "script").glob("*")) - before)
+    run = only_run(gradus, "script", before)
+    wait_until(lambda: len(trained(run)) >= 3)
+    process.send_signal(number)
+    code, out, err = ended(process)
+    assert code == 0, err
+    assert "after the loop: stopped" in out
+    assert f"stopped: {number.name}" in err
+    assert status(run)["state"] == "stopped"
+    step = committed(run)[-1]
+    code, out, err = ended(python(gradus, script, str(run)))
+    assert code == 0, err
+    assert (status(run)["state"], status(run)["step"], status(run)["attempt"]) == ("finished", 40, 2)
+    assert [row["step"] for row in trained(run) if row["attempt"] == 2] == list(range(step + 1, 41))
+
+
+def test_plain_torchrun_makes_one_run_of_its_ranks(gradus: Gradus, script: str) -> None:
+    before = set((gradus.runs / "script").glob("*"))
+    code, _, err = ended(python(gradus, "-m", "torch.distributed.run", "--nproc-per-node", "2", script))
+    assert code == 0, err
+    run = only_run(gradus, "script", before)
+    [start] = [event for event in events(run) if event["event"] == "start"]
+    assert start["ranks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"stesp": 3}, "unknown key 'stesp'"),
+        ({"plan": {"mesh": {"pipeline": 2}}}, "pipeline"),
+        ({"batch": 0}, "batch"),
+    ],
+)
+def test_a_bad_recipe_is_told_without_a_traceback(
+    gradus: Gradus, script: str, more: dict[str, Any], message: str
+) -> None:
+    before = set(gradus.runs.rglob("*"))
+    code, _, err = ended(python(gradus, script, MORE=repr(more)))
+    assert code == 2, err
+    assert message in err
+    assert "Traceback" not in err
+    assert set(gradus.runs.rglob("*")) == before, "bad input changes nothing on disk"
+
+
+def test_a_failure_in_the_loop_keeps_its_traceback_and_fails_the_run(gradus: Gradus, script: str) -> None:
+    before = set((gradus.runs / "script").glob("*"))
+    code, _, err = ended(python(gradus, script, RAISE_ON_RANK="0"))
+    assert code == 1
+    assert "ValueError: the cat is on the keyboard" in err
+    assert "Traceback" in err
+    run = only_run(gradus, "script", before)
+    assert status(run)["state"] == "failed"
+    assert committed(run) == []

@@ -1,0 +1,118 @@
+"""Loops of a user's own, as the pool's processes run them. The same line through points as in `user_runs`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import user_code
+from torch.nn import functional as F
+from training_cases import CLUSTER
+
+from gradus.parallel.world import World
+from gradus.planner.defaults import default_plan
+from gradus.record.directory import RunDirectory
+from gradus.record.stop import request_stop
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import Recipe
+from gradus.training.joining import Place
+from gradus.training.own_loop import Run
+from gradus.training.randomness import seed_for_construction
+
+
+def own_recipe(**changes: Any) -> Recipe:
+    return Recipe.from_document({"name": "own", "batch": 8, "steps": 10, "seed": 7, **changes})
+
+
+def started(world: World, folder: str, recipe: Recipe, attempt: int = 1) -> Run:
+    """A run as `Run.start` makes it, except that the world is the pool's and signals stay as they are."""
+    choice = default_plan(recipe, CLUSTER, world.size)
+    run = Run(recipe, Place(world, RunDirectory(Path(folder)), attempt, choice, True, ExitStack()))
+    seed_for_construction("model", recipe.seed)
+    return run
+
+
+def loss_of(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    x, y = batch
+    squares = (model(x) - y.reshape(-1, 1).to(x.dtype)) ** 2
+    return squares.sum(), squares.numel()
+
+
+def fitted(
+    world: World,
+    folder: str,
+    recipe: Recipe,
+    attempt: int = 1,
+    stop_step: int | None = None,
+    break_step: int | None = None,
+    hidden: int = 0,
+) -> dict[str, Any]:
+    """The loop of the documentation, to its end. What it left."""
+    run = started(world, folder, recipe, attempt)
+    run._live.stop.look_every_seconds = 0.0
+    model = user_code.line()
+    if hidden:
+        # Several of DDP's buckets, so that the order in which it reduces them matters.
+        inner = [torch.nn.Linear(hidden, hidden) for _ in range(3)]
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, hidden), *inner, torch.nn.Dropout(0.1), torch.nn.Linear(hidden, 1)
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = run.prepare(model, optimizer)
+    batches, evaluations = 0, []
+    for batch in run.batches(user_code.Points()):
+        batches += 1
+        run.step(loss_of(model, batch))
+        if run.evaluation_due:
+            evaluations.append(run.evaluate(user_code.Points(), lambda batch: {"loss": loss_of(model, batch)}))
+            run.log(evaluations=len(evaluations))
+        if run.steps_done == stop_step and world.leads:
+            request_stop(RunDirectory(Path(folder)), "test")
+        if run.steps_done == break_step:
+            break
+    run.finish()
+    weights = {name: value.detach().clone() for name, value in run._live.model.state_dict().items()}
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return {
+        "steps": run.steps_done,
+        "stopped": run.stopped,
+        "batches": batches,
+        "evaluations": evaluations,
+        "weights": weights,
+        "rates": rates,
+    }
+
+
+def misused(world: World, folder: str, how: str) -> tuple[str, str | None]:
+    """What a loop is told that does something wrong."""
+    run = started(world, folder, own_recipe())
+    model = user_code.line()
+    optimizer = torch.optim.SGD((user_code.line() if how == "optimizer of another model" else model).parameters(), 0.01)
+    try:
+        if how == "batches before prepare":
+            run.batches(user_code.Points())
+        if how == "no optimizer":
+            run.prepare(model)
+        model, optimizer = run.prepare(model, optimizer)
+        if how == "prepare twice":
+            run.prepare(model, optimizer)
+        if how == "step without a batch":
+            run.step(torch.zeros(()))
+        if how == "no length":
+            run.batches(iter([1, 2]))
+        for x, y in run.batches(user_code.Points()):
+            loss = F.mse_loss(
+                model(x).reshape(-1), y.reshape(-1).to(x.dtype), reduction="none" if how == "vector" else "mean"
+            )
+            if how == "no step":
+                continue
+            if how == "evaluate before step":
+                run.evaluate(user_code.Points(), lambda batch: loss_of(model, batch))
+            run.step(loss.detach() if how == "detached" else loss.item() if how == "number" else loss)
+            if how == "step twice":
+                run.step(loss)
+    except InputError as error:
+        return str(error), error.hint
+    return "no error", None
