@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
 from gradus.record.stop import request_stop
 from gradus.schema.recipe import Recipe
+from gradus.training.joining import Place
 from gradus.training.live_run import LiveRun
 from gradus.training.loop import train
+from gradus.training.own_loop import Run
 
 DEVICE = torch.device("cuda", 0)
 GPT = {"model": {"use": "gpt", "layers": 4, "width": 256, "heads": 4, "context": 256, "dropout": 0.1}}
@@ -89,6 +92,60 @@ def check_resume(folder: Path, optimizer: str, precision: str) -> None:
     print(f"{optimizer}, {precision}: stopped at step {first.state.step} and resumed: {len(rows)} losses bit for bit")
 
 
+def check_own_loop(folder: Path) -> None:
+    """A model that was built on the host, in a loop of its own: on the GPU, without waiting, with a falling loss."""
+    recipe = Recipe.from_document({"name": "own", "batch": 256, "steps": 40, "seed": 1, "log_every": 1})
+    choice = default_plan(recipe, detect_cluster(), 1)
+    run = Run(recipe, Place(alone(DEVICE), RunDirectory.create(folder, "own"), 1, choice, True, ExitStack()))
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 10))
+    x = torch.randn(4096, 64)
+    data = torch.utils.data.TensorDataset(x, x[:, :10].argmax(1))
+    model, _ = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    for inputs, target in run.batches(data):
+        torch.cuda.set_sync_debug_mode("error" if run.steps_done >= 5 else "default")  # the first steps compile
+        loss = torch.nn.functional.cross_entropy(model(inputs), target)
+        run.step(loss)
+        torch.cuda.set_sync_debug_mode("default")  # loading is allowed to wait for the host
+    results = run.evaluate(data, lambda batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]))
+    run.finish()
+    losses = [row["loss"] for row in read_metrics(run._place.run) if "loss" in row]
+    assert results["loss"] < losses[0] / 2, (losses[0], results)
+    plan = choice.plan
+    print(f"own loop: loss {losses[0]:.3f} -> {results['loss']:.3f}, no step waits ({plan.precision}, {plan.compile})")
+
+
+def check_fine_tuning(folder: Path) -> None:
+    """Train, start from that with adapters and a moving average: the first loss is where the base ended."""
+    base = live_run(folder, **GPT, **TEXT, **ADAMW, plan={"compile": False})
+    finished(base)
+    changes = {"model": {**GPT["model"], "weights": str(base.run.path)}, "lora": {"rank": 8}}
+    tuned = live_run(folder, **TEXT, **ADAMW, **changes, hooks=[{"use": "ema", "decay": 0.9}], evaluate={"every": 10})
+    rows = finished(tuned)
+    trained = sum(p.numel() for p in tuned.model.parameters() if p.requires_grad)
+    last = [row for row in rows if "validation_ema_loss" in row][-1]
+    base_last = read_metrics(base.run)[-1]["loss"]
+    assert abs(rows[0]["loss"] - base_last) < 0.3, (rows[0]["loss"], base_last)
+    figures = (
+        f"{base_last:.3f} -> {rows[0]['loss']:.3f} -> {rows[-1]['loss']:.3f}, average {last['validation_ema_loss']:.3f}"
+    )
+    print(f"lora on a trained base, {trained:,} parameters trained: {figures}", flush=True)
+
+
+def check_hugging_face(folder: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = {"use": "huggingface", "task": "causal-lm", "config": config, "vocabulary": 256, "context": 256}
+    for compile in (False, True):
+        rows = finished(live_run(folder, model=model, **TEXT, **ADAMW, plan={"compile": compile}))
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+        losses = f"loss {rows[0]['loss']:.3f} -> {rows[-1]['loss']:.3f}"
+        print(
+            f"Hugging Face Llama, compile {compile}: {losses}, {rows[-2]['tokens_per_second']:,.0f} tokens/s",
+            flush=True,
+        )
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA GPU")
@@ -103,6 +160,9 @@ def main() -> None:
             check_precision(folder, precision, compile)
         for optimizer, precision in (("adamw", "bf16"), ("lamb", "fp16"), ("lars", "fp16"), ("adadelta", "fp32")):
             check_resume(folder, optimizer, precision)
+        check_own_loop(folder)
+        check_fine_tuning(folder)
+        check_hugging_face(folder)
     print("all checks passed")
 
 

@@ -59,7 +59,12 @@ def test_every_command_runs(workplace: Path) -> None:
 
 
 def test_the_python_of_the_pages_runs(workplace: Path) -> None:
-    expected = {"README.md": "finished", "runs.md": "torch.Size([1, 8, 256]) []"}
+    expected = {
+        "README.md": "finished",
+        "bring-your-own.md": "finished 2\ntensor(",
+        "recipes.md": "",
+        "runs.md": "torch.Size([1, 8, 256]) []",
+    }
     for page, text in blocks("python"):
         checkpoint = next((str(p) for p in workplace.glob("runs/quickstart/*/checkpoints/*")), "")
         shorter = text.replace("steps=20", "steps=2").replace("CHECKPOINT", checkpoint)
@@ -81,7 +86,17 @@ def test_the_recipe_of_the_readme_is_the_quickstart() -> None:
 
 def test_every_key_is_documented() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
-    models = (Recipe, ModelBlock, LoraBlock, DataBlock, OptimizerBlock, GroupBlock, EvaluateBlock, CheckpointBlock, Plan)
+    models = (
+        Recipe,
+        ModelBlock,
+        LoraBlock,
+        DataBlock,
+        OptimizerBlock,
+        GroupBlock,
+        EvaluateBlock,
+        CheckpointBlock,
+        Plan,
+    )
     keys = {key for model in models for key in model.model_fields} | {
         key for keys in OPTIMIZERS.values() for key in keys
     }

@@ -14,7 +14,6 @@ from gradus.launcher.saved import SavedCheckpoint, saved_checkpoints
 from gradus.record.directory import RunDirectory
 from gradus.record.format import bytes_text
 from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, InputError, unknown_name
-from gradus.schema.recipe import Recipe
 
 LAYOUTS = ("gradus", "huggingface")
 
@@ -105,6 +104,7 @@ def import_command(file: Path, out: Path, recipe: str | None, as_json: bool) -> 
         )
     if out.exists():
         raise InputError(f"--out: {out} exists already", hint="name a new file", field="--out", found=str(out))
+    from gradus.schema.recipe import Recipe
     from gradus.training.importing import import_weights
 
     tensors = import_weights(file, out, Recipe.load(recipe) if recipe else None)
@@ -128,6 +128,7 @@ def export_command(
             "--adapter: adapters are written under their own names only", hint="leave out --layout", field="--adapter"
         )
     path = Path(run) if (Path(run) / TENSORS).exists() else RunDirectory.open(run, Path(runs)).path
+    from gradus.schema.recipe import Recipe
     from gradus.training.exporting import export, open_saved
 
     saved = open_saved(path, step, Recipe.load(recipe) if recipe else None)

@@ -9,7 +9,7 @@ from gradus.hardware.cluster import detect_cluster
 from gradus.launcher.attempt import Launch, claim_run, is_of_a_script, last_attempt, usable_machine, write_attempt
 from gradus.launcher.script import COMMAND_FILE, Script
 from gradus.planner.defaults import default_plan
-from gradus.planner.resolve import resolved
+from gradus.planner.resolve import prepare_data, resolved
 from gradus.planner.weights import check_weights
 from gradus.record.directory import RunDirectory
 from gradus.record.tensorboard import check_tensorboard_installed
@@ -40,6 +40,7 @@ def prepare(
     machine = usable_machine()
     cluster = cluster or detect_cluster(machine)
     choice = default_plan(recipe, cluster, nproc)
+    prepare_data(recipe)
     if dry_run:
         runs = Path(tempfile.mkdtemp(prefix="gradus-dry-run-"))
     run, lock = claim_run(runs, recipe.name, run_id, resume, lambda run: _check_same_run(run, recipe))

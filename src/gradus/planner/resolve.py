@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from gradus.data.source import source_options
+from gradus.data.source import prepare_source, source_options
 from gradus.data.sources import BUILT_IN
 from gradus.data.sources.options import Options
 from gradus.models import catalogue
@@ -53,6 +53,13 @@ def _resolved(recipe: Recipe) -> Recipe:
         if is_import_path(name):
             check_import_path(name, field)
     return recipe
+
+
+def prepare_data(recipe: Recipe) -> None:
+    """Do now, where people watch, what opening the data would do on a rank: text is tokenised once, and kept."""
+    if recipe.data.built_in:
+        with recipe.blamed():
+            prepare_source(recipe.data.use, data_options(recipe))
 
 
 def data_options(recipe: Recipe) -> dict[str, object]:
