@@ -15,7 +15,7 @@ def loss_of(model, batch):
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for epoch in range(4):
+for _ in range(4):
     for batch in data.DataLoader(train, batch_size=60, shuffle=True):
         optimizer.zero_grad()
         loss_of(model, batch).backward()
