@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,22 +26,19 @@ from torch import Tensor, nn
 
 from gradus.data.loader import Indexed, MicroBatch
 from gradus.parallel.replicate import share_buffers
-from gradus.record.display import Display
-from gradus.record.stop import request_stop
-from gradus.schema.errors import EXIT_FAILED, GradusError, InputError
+from gradus.schema.errors import GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
 from gradus.training.building import finished_model
 from gradus.training.evaluation import evaluate
 from gradus.training.joining import Place, join
-from gradus.training.leaving import tell_ending, tell_failure
+from gradus.training.leaving import tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
 from gradus.training.objective import Losses, sum_and_count
 from gradus.training.optimizers import LR_FACTOR
+from gradus.training.own_process import Shown, SignalNotes, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
-
-POLL_SECONDS = 0.2
 
 
 class Results(dict[str, float]):
@@ -71,9 +65,12 @@ class Run:
         self._ending: Ending | None = None
         self._failed = False
         self._told = False
-        self._asked: str | None = None
+        self._signals: SignalNotes | None = None
         self._evaluators: dict[int, tuple[Any, Evaluator]] = {}
-        self._display = _Shown(self) if place.world.leads and not place.launched else None
+        self._display: Shown | None = None
+        if place.world.leads and not place.launched:
+            ranks = f"{place.world.size} rank{'s' if place.world.size > 1 else ''}"
+            self._display = Shown(place.run, recipe.steps, f"{recipe.name}: {ranks}, {place.run.path}")
 
     @classmethod
     def start(
@@ -89,7 +86,7 @@ class Run:
             run = cls(given, join(given, Path(runs), resume))
             seed_for_construction("model", given.seed)  # a model that is built from here on starts as a recipe's would
         except GradusError as error:
-            _refuse(error)
+            on_refusal(error)
             raise
         run._watch()
         return run
@@ -175,7 +172,8 @@ class Run:
     def _micro_batches(self, boundary: Boundary, stream: TimedBatches) -> Iterator[Any]:
         try:
             while True:
-                self._answer_signal()
+                if self._signals is not None:
+                    self._signals.answer()
                 self._ending = boundary.reached()
                 if self._ending is not None:
                     return
@@ -329,64 +327,19 @@ class Run:
 
     def _watch(self) -> None:
         """From here on a signal is a stop request, and a failure is told before the process ends."""
+        self._signals = SignalNotes(self._place.run)
         atexit.register(self._leave)
-        before = sys.excepthook
+        on_failure(self._place.run, self._place.attempt, self.rank, self._fail)
 
-        def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self._told = True
-            if self._display is not None:
-                self._display.close()
-            if isinstance(error, GradusError):
-                _print_error(error)
-            else:
-                before(kind, error, trace)
-            self._live.recorder.close(state="failed", last_error=str(error) or kind.__name__)
-            if isinstance(error, Exception):
-                tell_failure(self._place.run, self._place.attempt, error, self.rank)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            # At once: peers may be in a collective with this rank, and closing the group would wait for them.
-            os._exit(error.exit_code if isinstance(error, GradusError) else EXIT_FAILED)
-
-        sys.excepthook = failed
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                signal.signal(number, self._note_signal)
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        # Only a note: a handler that writes can interrupt the very same write.
-        if self._asked is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._asked = signal.Signals(number).name
-
-    def _answer_signal(self) -> None:
-        if self._asked is not None and not self._place.run.stop_file.exists():
-            request_stop(self._place.run, self._asked)
+    def _fail(self, message: str) -> None:
+        self._told = True
+        if self._display is not None:
+            self._display.close()
+        self._live.recorder.close(state="failed", last_error=message)
 
     def _leave(self) -> None:
         self.finish()
         self._place.connection.close()
-
-
-class _Shown:
-    """Progress on this process's own stderr, where no launcher shows it."""
-
-    def __init__(self, run: Run) -> None:
-        self._display = Display(run._place.run, run._live.recipe.steps)
-        self._done = threading.Event()
-        self._display.say(f"{run._live.recipe.name}: {run.ranks} rank{'s' if run.ranks > 1 else ''}, {run.directory}")
-        self._thread = threading.Thread(target=self._follow, name="gradus-display", daemon=True)
-        self._thread.start()
-
-    def _follow(self) -> None:
-        while not self._done.wait(POLL_SECONDS):
-            self._display.poll()
-
-    def close(self) -> None:
-        if not self._done.is_set():
-            self._done.set()
-            self._thread.join()
-            self._display.close()
 
 
 def _objective(loss: Callable[[Any], Any]) -> Callable[[nn.Module, Any, int], Losses]:
@@ -415,34 +368,3 @@ def _check_optimizer_is_of(model: nn.Module, optimizer: torch.optim.Optimizer) -
             field="optimizer",
             found=foreign,
         )
-
-
-def _refuse(error: GradusError) -> None:
-    """Bad input before there is a run: said in two lines, with the exit code that belongs to it."""
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # somebody types this: they want the exception
-        return
-    before = sys.excepthook
-
-    def told(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is not error:
-            before(kind, raised, trace)
-            return
-        _print_error(error)
-        run, attempt = os.environ.get("GRADUS_RUN"), os.environ.get("GRADUS_ATTEMPT")
-        if run is not None and attempt is not None:
-            from gradus.record.directory import RunDirectory
-
-            tell_failure(RunDirectory(Path(run)), int(attempt), error, int(os.environ.get("RANK", "0")))
-        sys.stderr.flush()
-        os._exit(error.exit_code)
-
-    sys.excepthook = told
-
-
-def _print_error(error: GradusError) -> None:
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
-    cause = error.__cause__
-    if cause is not None:
-        traceback.print_exception(cause)
