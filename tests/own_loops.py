@@ -116,3 +116,73 @@ def misused(world: World, folder: str, how: str) -> tuple[str, str | None]:
     except InputError as error:
         return str(error), error.hint
     return "no error", None
+
+
+def head_only(world: World, folder: str) -> list[float]:
+    """Gradient norms of a loop whose optimizer holds a part of the model, on the same batch again and again."""
+    run = started(world, folder, own_recipe(batch=64, steps=4))
+    body, head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+    model, _ = run.prepare(torch.nn.Sequential(body, head), torch.optim.SGD(head.parameters(), lr=1e-9))
+    for batch in run.batches(user_code.Points()):
+        run.step(loss_of(model, batch))
+    run.finish()
+    from gradus.record.metrics import read_metrics
+
+    return [row["grad_norm"] for row in read_metrics(RunDirectory(Path(folder)))]
+
+
+def weighted(world: World, folder: str, weight: float, accumulate: int) -> torch.Tensor:
+    """The weights after one step whose losses all have the same small weight, as (sum, count)."""
+    run = started(world, folder, own_recipe(batch=8, steps=1, plan={"precision": "fp64", "accumulate": accumulate}))
+    model = user_code.line()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for batch in run.batches(user_code.Points()):
+        total, count = loss_of(model, batch)
+        run.step((total * weight, count * weight))
+    run.finish()
+    return run._live.model.state_dict()["weight"].clone()
+
+
+def evaluated_with_output(world: World, folder: str) -> dict[str, float]:
+    """`run.evaluate` with the whole output of a Hugging Face model, as `run.step` takes it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    run = started(world, folder, own_recipe(batch=4, steps=1))
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
+    model: torch.nn.Module = GPT2LMHeadModel(config)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.arange(8).repeat(8, 1)
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    for batch in run.batches(data):
+        run.step(model(**batch))
+    results = run.evaluate(data, lambda batch: model(**batch))
+    run.finish()
+    return dict(results)
+
+
+def scheduled(world: World, folder: str, attempt: int, steps: int, kind: str) -> list[float]:
+    """The learning rates of a loop with a scheduler of torch's."""
+    run = started(world, folder, own_recipe(steps=steps), attempt)
+    model = user_code.line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler: Any = {
+        "step": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+        "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "one-cycle": lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+        "sequence": lambda: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+            ],
+            [4],
+        ),
+    }[kind]()
+    model, optimizer = run.prepare(model, optimizer, scheduler)
+    for batch in run.batches(user_code.Points()):
+        run.step(loss_of(model, batch))
+    run.finish()
+    from gradus.record.metrics import read_metrics
+
+    return [row["lr"] for row in read_metrics(RunDirectory(Path(folder)))]

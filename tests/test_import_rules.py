@@ -22,7 +22,7 @@ KNOWS: dict[str, set[str]] = {
     "data": set(),
     "parallel": set(),
     "checkpoint": set(),
-    "faults": {"parallel"},  # ranks agree on a stop through the world's store
+    "faults": {"parallel", "record"},  # ranks agree on a stop through the world's store; the record has the request
     "planner": {"models", "data", "parallel", "hardware", "checkpoint"},  # headers of pretrained weights
     "training": {"record", "hardware", "models", "data", "parallel", "checkpoint", "faults", "planner"},
     "launcher": {"record", "hardware", "planner", "faults", "checkpoint"},  # of checkpoint, what needs no torch

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, random_split
 from training_cases import trained
 
+from gradus.training.accumulation import WideGradients
+
 
 class RaggedText(Dataset[dict[str, Tensor]]):
     """Texts of unequal length: targets beyond the end are ignored, so that samples weigh differently."""
@@ -68,9 +70,35 @@ class Bf16Line(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(4, 1, dtype=torch.bfloat16)
+        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.bfloat16())
+
+
+def one_large_and_many_small() -> Any:
+    """The gradient of the first weight is 512 for one sample and 1 for the others."""
+    x = torch.zeros(64, 4)
+    x[:, 0] = 1.0
+    x[0, 0] = 512.0
+    data = [(row, torch.zeros(1)) for row in x]
+    return data, data[:1]
+
+
+def output_itself(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.sum(), output.shape[0]
+
+
+def gradients_of_other_parts(world: Any) -> tuple[float, float]:
+    """Run by the pool: rank 0 has a gradient for the first parameter only, rank 1 for the second only."""
+    parameters = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+    sums = WideGradients(parameters)
+    (parameters[world.rank] * (5.0 * (world.rank + 1))).sum().backward()
+    sums.take()
+    sums.give(world)
+    gradients = [parameter.grad for parameter in parameters]
+    assert all(gradient is not None for gradient in gradients)
+    return tuple(float(gradient[0]) for gradient in gradients if gradient is not None)  # type: ignore[return-value]
 
 
 class Poisoned(nn.Module):

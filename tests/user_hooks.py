@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from training_cases import trained
 
 import gradus
+from gradus.checkpoint.store import CheckpointStore
+from gradus.parallel.world import World
+from gradus.schema.recipe import Recipe
 from gradus.training.hooks import HookRun
 
 
@@ -62,6 +68,31 @@ class Counting(gradus.Hook):
         self.count = state["count"].clone()
 
 
+class KeepsText(gradus.Hook):
+    def state(self) -> Any:
+        return {"text": "abc"}
+
+
+class WaitsForEpochs(gradus.Hook):
+    def on_epoch(self, run: HookRun) -> None:
+        pass
+
+
+class KeepsNumbers(gradus.Hook):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_step(self, run: HookRun) -> None:
+        self.calls += 1
+        run.log(calls=self.calls)
+
+    def state(self) -> dict[str, float]:
+        return {"calls": self.calls}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.calls = int(state["calls"])
+
+
 class Broken(gradus.Hook):
     def on_step(self, run: HookRun) -> None:
         if run.step == 3:
@@ -73,6 +104,42 @@ class MeasuresAlone(gradus.Hook):
         run.evaluate_with({}, "other")
 
 
+@dataclass
+class Written(gradus.Hook):
+    """A dataclass, which has no hash."""
+
+    file: str = "written.txt"
+
+    def on_end(self, run: HookRun, state: str, reason: str) -> None:
+        (run.directory / self.file).write_text(state)
+
+
+class TalksAtCheckpoints(gradus.Hook):
+    """Ranks that do not all come here would wait for each other."""
+
+    every_rank = True
+
+    def on_checkpoint(self, run: HookRun, path: Path) -> None:
+        if run.ranks > 1:
+            dist.barrier()
+
+
 class NotAHook:
     def on_step(self, run: HookRun) -> None:
         pass
+
+
+def trained_with_a_full_disk_at(world: World, folder: str, recipe: Recipe, step: int) -> dict[str, Any]:
+    """Run by the pool: rank 0 cannot write the checkpoint of one step."""
+    save = CheckpointStore.save
+
+    def full(store: CheckpointStore, at: int, *arguments: Any) -> Any:
+        if at == step:
+            raise OSError(28, "No space left on device")
+        return save(store, at, *arguments)
+
+    CheckpointStore.save = full  # type: ignore[method-assign]
+    try:
+        return trained(world, folder, recipe)
+    finally:
+        CheckpointStore.save = save  # type: ignore[method-assign]

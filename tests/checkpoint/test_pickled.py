@@ -98,6 +98,15 @@ def test_a_file_without_named_tensors_says_what_it_has(tmp_path: Path, content: 
     assert "model_state_dict" in str(caught.value.hint)
 
 
+def test_a_mapping_that_contains_itself_is_bad_input(tmp_path: Path) -> None:
+    first: dict[str, Any] = {"epoch": 3}
+    second = {"state_dict": first}
+    first["model"] = second
+    torch.save(first, tmp_path / "x.pt")
+    with pytest.raises(InputError, match="no mapping of names to tensors"):
+        read_pickled(tmp_path / "x.pt")
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         read_pickled(tmp_path / "x.pt")

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gradus.data.source import check_source, open_source
+from gradus.data.source import open_source, source_options
 from gradus.data.sources.chat import ANSWER, PADDING, PROMPT, Chat
 from gradus.data.tokenizer_training import train_bpe
 from gradus.models.gpt import GPT
@@ -226,7 +226,7 @@ def test_a_broken_record_is_named_with_its_line(tmp_path: Path, records: list[An
 )
 def test_a_mistake_is_found_before_anything_is_read(tmp_path: Path, options: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_source("chat", {"path": write(tmp_path), "context": 96, **options})
+        source_options("chat", {"path": write(tmp_path), "context": 96, **options})
 
 
 # --- templates of tokenizers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import http.server
@@ -169,6 +170,34 @@ def test_a_part_of_another_address_is_not_continued(server: Server, tmp_path: Pa
     (tmp_path / "data.bin.part").write_bytes(b"something else")
     assert get(f"{server.url}/data.bin", tmp_path, SHA256).files[0].path.read_bytes() == CONTENT
     assert server.ranges == [None]
+
+
+@pytest.mark.parametrize("path", ["/a%20b.bin", "/a%23b.bin", "/data.bin/", "/x%2Fdata.bin?from=here"])
+def test_an_address_is_asked_for_as_it_is(server: Server, tmp_path: Path, path: str) -> None:
+    server.files = {path: CONTENT}
+    [file] = get(f"{server.url}{path}", tmp_path).files
+    assert file.path.read_bytes() == CONTENT
+    assert file.path.name == {"/a%20b.bin": "a b.bin", "/a%23b.bin": "a#b.bin"}.get(path, "data.bin")
+
+
+def test_an_address_is_told_as_it_is(closed_port: str, tmp_path: Path) -> None:
+    with pytest.raises(GradusError, match="no connection") as caught:
+        get(f"{closed_port}/data.bin#part", tmp_path)
+    [file] = caught.value.details["files"]
+    assert (file["url"], file["to"]) == (f"{closed_port}/data.bin#part", str(tmp_path / "data.bin"))
+
+
+def test_a_part_that_another_process_has_just_begun_stays(server: Server, tmp_path: Path) -> None:
+    part = tmp_path / "data.bin.part"
+    notes = tmp_path / "data.bin.part.json"
+    notes.write_text("{}")
+    with part.open("ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        with pytest.raises(DownloadError, match="another process is writing it"):
+            get(f"{server.url}/data.bin", tmp_path)
+        assert part.exists()
+        assert notes.exists()
+    assert get(f"{server.url}/data.bin", tmp_path).files[0].path.read_bytes() == CONTENT, "and can be taken over"
 
 
 def test_a_missing_file_is_told_with_the_servers_words(server: Server, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradus.data.source import Source, check_source, open_source
+from gradus.data.source import Source, open_source, source_options
 from gradus.data.sources import BUILT_IN
 from gradus.schema.errors import InputError
 
@@ -55,7 +55,7 @@ def test_opening_and_reading_a_source_needs_no_torch() -> None:
 )
 def test_a_mistake_is_refused_with_field_and_allowed_values(use: str, options: Any, field: str, words: str) -> None:
     with pytest.raises(InputError, match=words) as caught:
-        check_source(use, options)
+        source_options(use, options)
     assert caught.value.details["field"] == field
     assert caught.value.details["allowed"]
     assert caught.value.message.startswith(field)
@@ -66,8 +66,8 @@ def test_a_mistake_is_refused_with_field_and_allowed_values(use: str, options: A
 
 def test_checking_loads_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(b"odd")
-    check_source("tokens", {"path": str(tmp_path), "context": 8})
-    check_source("mnist", {"path": str(tmp_path)})
+    source_options("tokens", {"path": str(tmp_path), "context": 8})
+    source_options("mnist", {"path": str(tmp_path)})
 
 
 @pytest.mark.parametrize("use", BUILT_IN)

@@ -17,7 +17,7 @@ import torch
 import zstandard
 
 from gradus.data.loader import Indexed, Loader, Slices
-from gradus.data.source import Source, check_source, open_source
+from gradus.data.source import Source, open_source, source_options
 from gradus.data.sources.text_files import IN_MEMORY_BYTES, CachedWindows
 from gradus.schema.errors import InputError
 
@@ -209,7 +209,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
 def test_a_mistake_is_found_before_anything_is_read(tmp_path: Path, cache: Path, options: Any, message: str) -> None:
     file = write_jsonl(tmp_path / "a.jsonl")
     with pytest.raises(InputError, match=message):
-        check_source("text", {"path": str(file), "context": 8, **options})
+        source_options("text", {"path": str(file), "context": 8, **options})
     assert not cache.exists()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradus_command import wait_until
 
 from gradus.data import token_cache
 from gradus.data.source import open_source, prepare_source
@@ -67,8 +68,7 @@ def test_of_many_processes_one_builds_and_all_find_it(tmp_path: Path) -> None:
 def test_a_builder_that_was_killed_is_replaced_at_once(tmp_path: Path) -> None:
     folder, log = tmp_path / "cache", tmp_path / "log"
     killed = start(folder, log, 60)
-    while not builds(log):
-        time.sleep(0.02)
+    wait_until(lambda: builds(log), killed)
     waiting = start(folder, log, 0)
     time.sleep(0.3)
     killed.kill()

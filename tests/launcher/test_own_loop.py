@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gradus_command import Gradus, committed, events, status, trained, wait_until
+from safetensors.torch import load_file
+
+from gradus import load_run
+from gradus.schema.callables import import_callable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = """\
@@ -119,7 +124,7 @@ def test_plain_python_stops_on_a_signal_and_resumes(gradus: Gradus, script: str,
     wait_until(lambda: len(trained(run)) >= 3)
     process.send_signal(number)
     code, out, err = ended(process)
-    assert code == 0, err
+    assert code == 75, err
     assert "after the loop: stopped" in out
     assert f"stopped: {number.name}" in err
     assert status(run)["state"] == "stopped"
@@ -167,3 +172,109 @@ def test_a_failure_in_the_loop_keeps_its_traceback_and_fails_the_run(gradus: Gra
     run = only_run(gradus, "script", before)
     assert status(run)["state"] == "failed"
     assert committed(run) == []
+
+
+TWICE = """\
+import os, signal, sys
+import torch
+import gradus
+from own import Data
+
+before = signal.getsignal(signal.SIGTERM)
+
+def go(steps, resume=None):
+    run = gradus.Run.start({"name": "twice", "batch": 8, "steps": steps}, resume=resume)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for x, y in run.batches(Data(200)):
+        run.step(((model(x) - y) ** 2).mean())
+        if len(sys.argv) > 1 and run.steps_done == 2:
+            break
+    return run
+
+if len(sys.argv) > 1:
+    go(5)
+    gradus.checkpoint = __import__("gradus.checkpoint.store", fromlist=["x"])
+    def full(*arguments): raise OSError(28, "No space left on device")
+    gradus.checkpoint.CheckpointStore.save = full
+    sys.exit(0)
+run = go(3)
+run.finish()
+assert signal.getsignal(signal.SIGTERM) == before
+again = go(6, resume=str(run.directory))
+again.finish()
+print(again.steps_done)
+raise KeyError("after everything")
+"""
+
+
+def test_a_finished_run_gives_everything_back(gradus: Gradus) -> None:
+    (gradus.folder / "twice.py").write_text(TWICE)
+    before = set((gradus.runs / "twice").glob("*"))
+    code, out, err = ended(python(gradus, "twice.py"))
+    assert (code, out.splitlines()[-1]) == (1, "6"), err
+    assert "KeyError: 'after everything'" in err
+    run = only_run(gradus, "twice", before)
+    assert status(run)["state"] == "finished", "what fails after the run is none of it"
+
+
+def test_a_last_save_that_fails_fails_the_run(gradus: Gradus) -> None:
+    (gradus.folder / "twice.py").write_text(TWICE)
+    before = set((gradus.runs / "twice").glob("*"))
+    code, _, err = ended(python(gradus, "twice.py", "break"))
+    assert code == 1, err
+    assert "the checkpoint of step 2 cannot be written" in err
+    assert status(only_run(gradus, "twice", before))["state"] == "failed"
+
+
+ADAPTERS = """\
+import gradus, torch
+from safetensors.torch import save_file
+from own import Data
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 6), torch.nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+if __name__ == "__main__":
+    save_file(Net().state_dict(), "base.safetensors")
+    run = gradus.Run.start({
+        "name": "adapters", "batch": 8, "steps": 5, "model": {"weights": "base.safetensors"}, "lora": {"rank": 2},
+        "optimizer": {"use": "adamw", "lr": 0.1},
+    })
+    model, _ = run.prepare(Net())
+    for x, y in run.batches(Data(200)):
+        run.step(((model(x) - y) ** 2).mean())
+    torch.save(model(torch.ones(3, 4)).detach(), "said.pt")
+"""
+
+
+def test_adapters_that_an_own_loop_trained_are_put_beside_a_model_that_is_given(gradus: Gradus, tmp_path: Path) -> None:
+    (gradus.folder / "adapters.py").write_text(ADAPTERS)
+    done = gradus("train", "--nproc", "1", "--run-id", "one", "--", "adapters.py")
+    assert done.code == 0, done.err
+    run = gradus.run("one", "adapters")
+    said = torch.load(gradus.folder / "said.pt")
+    result = load_run(run)
+    model = import_callable(f"{gradus.folder}/adapters.py:Net", "model")()
+    loaded = result.load_model(model=model)
+    assert torch.equal(loaded(torch.ones(3, 4)), said)
+    assert torch.equal(result.load_model(model=loaded)(torch.ones(3, 4)), said), "adapters are not put on twice"
+
+    refused = gradus("checkpoint", "export", str(run), "--out", str(tmp_path / "out"), "--json")
+    assert (refused.code, refused.json["error"]["field"]) == (2, "model")
+    assert "load_model(model=" in refused.json["error"]["hint"]
+    assert not (tmp_path / "out").exists()
+    lora = {"weights": "base.safetensors", "use": "adapters.py:Net"}
+    recipe = gradus.recipe("named.yaml", name="adapters", model=lora, lora={"rank": 2})
+    named = gradus("checkpoint", "export", str(run), "--out", str(tmp_path / "out"), "--recipe", recipe)
+    assert named.code == 0, named.err
+    plain = type(model)()
+    plain.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    torch.testing.assert_close(plain(torch.ones(3, 4)), said)

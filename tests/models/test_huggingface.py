@@ -232,3 +232,14 @@ def test_it_is_no_line_of_the_catalogue_but_a_known_name() -> None:
     assert "huggingface" not in [entry.name for entry in catalogue.entries()]
     with pytest.raises(InputError, match="did you mean 'huggingface'"):
         catalogue.resolve("hugingface", {})
+
+
+def test_a_folder_is_read_to_the_host_under_any_default_device(tmp_path: Path) -> None:
+    """transformers takes another one for a `device_map`, which it refuses without accelerate."""
+    saved = gpt2()
+    saved.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = catalogue.build("huggingface", {"path": str(tmp_path)})
+    assert model.training
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name

@@ -14,6 +14,7 @@ from user_runs import HERE, attempt, line_recipe
 from gradus.checkpoint.store import CheckpointStore
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
+from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
 
 HOOKS = user_hooks.__file__
@@ -72,12 +73,20 @@ def test_what_a_hook_keeps_comes_back_with_the_checkpoint(pool: Pool, run: RunDi
     assert [row["counted"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_numbers_are_kept_too(pool: Pool, run: RunDirectory) -> None:
+    attempt(pool, run, hooked(f"{HOOKS}:KeepsNumbers"))
+    attempt(pool, run, line_recipe(hooks=[f"{HOOKS}:KeepsNumbers"], steps=6), number=2)
+    assert [row["calls"] for row in read_metrics(run)] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
         (f"{HOOKS}:Broken", r"hooks: .*Broken, in on_step, raised ValueError: what a pity"),
         (f"{HOOKS}:NotAHook", r"returned NotAHook, allowed: an object of a class derived from gradus\.Hook"),
         ({"use": f"{HOOKS}:Diary", "fiel": "x"}, r"unexpected keyword argument 'fiel'|unknown key"),
+        (f"{HOOKS}:KeepsText", r"KeepsText: its state 'text' is a str, which a checkpoint cannot hold"),
+        (f"{HOOKS}:WaitsForEpochs", r"unknown moment of .*WaitsForEpochs: 'on_epoch'"),
         ({"use": "ema", "decy": 0.5}, r"hooks: unknown key of the hook ema: 'decy'; did you mean 'decay'"),
         ({"use": "ema", "decay": 1.5}, r"ema has decay 1\.5, allowed: a number from 0 to less than 1"),
     ],
@@ -132,8 +141,23 @@ def test_the_moving_average_goes_on_after_a_resume(pool: Pool, run: RunDirectory
     assert torch.equal(*averages)
 
 
-def test_unknown_hooks_are_refused_by_name() -> None:
-    from gradus.schema.errors import InputError
+def test_a_dataclass_may_be_a_hook(pool: Pool, run: RunDirectory) -> None:
+    attempt(pool, run, hooked(f"{HOOKS}:Written"))
+    assert (run.path / "written.txt").read_text() == "finished"
 
+
+def test_ranks_agree_that_a_checkpoint_could_not_be_written(pool: Pool, run: RunDirectory) -> None:
+    recipe = hooked(f"{HOOKS}:TalksAtCheckpoints", checkpoint={"every": 2})
+    results = pool.run(2, user_hooks.trained_with_a_full_disk_at, str(run.path), recipe, 2)
+    assert [result["state"] for result in results] == ["finished", "finished"]
+    assert CheckpointStore(run.checkpoints).steps() == [4]
+
+
+def test_two_hooks_of_one_name_are_refused() -> None:
+    with pytest.raises(InputError, match="hooks: found two that are called 'ema'"):
+        hooked("ema", {"use": "ema", "decay": 0.5})
+
+
+def test_unknown_hooks_are_refused_by_name() -> None:
     with pytest.raises(InputError, match="hooks: unknown hook 'emma'; did you mean 'ema'"):
         line_recipe(model={"use": f"{HERE}:line"}, hooks=["emma"])

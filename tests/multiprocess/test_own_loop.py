@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import fitted, misused, own_recipe
+from own_loops import evaluated_with_output, fitted, head_only, misused, own_recipe, scheduled, weighted
 from pool import Pool
 from training_cases import trained
 from user_runs import HERE, line_recipe
@@ -123,6 +123,43 @@ def test_hooks_and_the_start_event_belong_to_own_loops_too(pool: Pool, run: RunD
     newest = CheckpointStore(run.checkpoints).newest()[0]
     assert newest is not None
     assert "hooks.ema.weight" in newest.tensors()
+
+
+@pytest.mark.parametrize("kind", ["step", "exponential", "lambda", "one-cycle", "sequence"])
+def test_a_scheduler_goes_on_where_it_was(pool: Pool, tmp_path: Path, kind: str) -> None:
+    whole, cut = RunDirectory.create(tmp_path, "whole"), RunDirectory.create(tmp_path, "cut")
+    [expected] = pool.run(1, scheduled, str(whole.path), 1, 12, kind)
+    assert len(set(expected)) > 3
+    pool.run(1, scheduled, str(cut.path), 1, 5, kind)
+    [found] = pool.run(1, scheduled, str(cut.path), 2, 12, kind)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradients_do_not_pile_up_where_the_optimizer_does_not_reach(pool: Pool, run: RunDirectory) -> None:
+    [norms] = pool.run(1, head_only, str(run.path))
+    assert norms == pytest.approx([norms[0]] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_may_add_up_to_less_than_one(pool: Pool, tmp_path: Path, accumulate: int) -> None:
+    heavy, light = (
+        pool.run(2, weighted, str(RunDirectory.create(tmp_path, "weighted").path), weight, accumulate)[0]
+        for weight in (1.0, 2.0**-10)  # which fp32 holds exactly
+    )
+    assert torch.allclose(light, heavy, rtol=1e-9)
+
+
+def test_an_evaluation_takes_what_a_step_takes(pool: Pool, run: RunDirectory) -> None:
+    pytest.importorskip("transformers")
+    [results] = pool.run(1, evaluated_with_output, str(run.path))
+    assert results.keys() == {"loss"}
+
+
+@pytest.mark.parametrize(("key", "value"), [("seed", 9), ("batch", 4)])
+def test_a_loop_does_not_go_on_with_other_samples(pool: Pool, run: RunDirectory, key: str, value: int) -> None:
+    pool.run(1, fitted, str(run.path), own_recipe())
+    with pytest.raises(AssertionError, match=f"{key}: the run began with"):
+        pool.run(1, fitted, str(run.path), own_recipe(steps=20, **{key: value}), 2)
 
 
 @pytest.mark.parametrize(

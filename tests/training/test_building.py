@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from training_cases import recipe_for
 
 from gradus.data.loader import Indexed
+from gradus.models import catalogue
 from gradus.planner.resolve import resolved
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
-from gradus.training.building import build_model, open_data
+from gradus.training.building import build_model, finished_model, initial_model, open_data
 
 CPU = torch.device("cpu")
 MODELS = """\
@@ -151,6 +154,25 @@ def test_a_users_model_is_in_fp64_where_the_plan_says_so(files: Path) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_base_of_adapters_is_drawn_on_the_host_whatever_it_is_trained_on(
+    monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    drawn_on: list[str] = []
+    build = catalogue.build
+
+    def watched(use: str, options: dict[str, Any]) -> nn.Module:
+        model = build(use, options)
+        drawn_on.extend(parameter.device.type for parameter in model.parameters())
+        return model
+
+    monkeypatch.setattr(catalogue, "build", watched)
+    changes: dict[str, Any] = {"lora": {"rank": 2}} if lora else {}
+    model = initial_model(recipe_for("gpt", **changes), torch.device("meta"), torch.float64)
+    assert set(drawn_on) == {"cpu" if lora else "meta"}
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.float64)}
+
+
 def test_every_rank_and_attempt_starts_from_the_same_weights(files: Path) -> None:
     first = build_model(recipe(files), CPU, torch.float32)
     torch.rand(5)
@@ -276,3 +298,19 @@ def test_a_datasets_own_collate_is_used_also_for_a_part_of_it(files: Path, limit
     assert data is not None
     images, _ = data.fetch(torch.arange(2).numpy())
     assert images[:, 0].tolist() == [100 * value for value in samples(data)[:2]]
+
+
+def test_a_new_head_is_trained_beside_adapters() -> None:
+    model = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2)))
+    recipe = Recipe.from_document(
+        {
+            "name": "t",
+            "model": {"use": "own", "weights_skip": ["head.*"]},
+            "lora": {"rank": 2, "targets": ["body"]},
+            "batch": 1,
+            "steps": 1,
+        }
+    )
+    finished_model(recipe, model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"body.lora_a", "body.lora_b", "head.weight", "head.bias"}

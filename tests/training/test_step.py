@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gradus.data.loader import Indexed, Loader, MicroBatch, Slices
 from gradus.models import catalogue
 from gradus.parallel.world import alone
+from gradus.schema.errors import GradusError
 from gradus.schema.recipe import OptimizerBlock, Recipe
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
@@ -193,3 +194,15 @@ def test_a_warm_up_step_leaves_nothing_behind() -> None:
     assert not any(step.optimizer.state.values())
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_out_of_memory_in_backward_says_what_to_change() -> None:
+    step = stepped(small_gpt(), accumulate=1)
+
+    def full(gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    next(step.model.parameters()).register_hook(full)
+    with pytest.raises(GradusError, match="out of memory in the backward pass: CUDA out of memory") as caught:
+        step.run(cut(1), 0, 1.0, measure_norm=False)
+    assert "plan.micro_batch" in (caught.value.hint or "")

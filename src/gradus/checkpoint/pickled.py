@@ -73,7 +73,9 @@ def _what_it_wanted(error: Exception) -> str:
 
 def _tensors_in(loaded: Any, path: Path) -> dict[str, Tensor]:
     """A mapping of names to tensors, from the file itself or from inside a training checkpoint."""
-    while isinstance(loaded, Mapping):
+    seen: set[int] = set()  # a pickled mapping may contain itself
+    while isinstance(loaded, Mapping) and id(loaded) not in seen:
+        seen.add(id(loaded))
         if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
             return {str(name): tensor for name, tensor in loaded.items()}
         inner = next((loaded[key] for key in _NESTED if isinstance(loaded.get(key), Mapping)), None)

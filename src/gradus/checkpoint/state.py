@@ -70,6 +70,15 @@ def restore_optimizer(
 ) -> None:
     """Put the optimizer's state back. With `groups`, also what some optimizers keep in their parameter groups."""
     if groups:
+        found, began = len(optimizer.param_groups), len(numbers["groups"])
+        if found != began:
+            raise InputError(
+                f"optimizer: it has {found} groups of parameters, and the checkpoint is of one with {began}",
+                hint="make it from the same groups as when the run began",
+                field="optimizer",
+                found=found,
+                allowed=began,
+            )
         for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
             group.update(saved)
     for name, parameter in _trained(model).items():
@@ -94,8 +103,9 @@ def _placed(tensor: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer)
 
 
 def _group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain numbers of a parameter group; the learning rate is the schedule's."""
-    return {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str)) and key != "lr"}
+    """Plain numbers of a parameter group, without its learning rate: that is the schedule's or the script's own."""
+    rates = ("lr", "lr_factor")
+    return {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str)) and k not in rates}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -35,6 +35,10 @@ class DownloadError(GradusError):
         self.again = again
 
 
+class _TakenError(DownloadError):
+    """Another process has the partial file: nothing about it is ours."""
+
+
 @dataclass(frozen=True)
 class Downloaded:
     path: Path
@@ -58,6 +62,8 @@ def download(url: str, file: RemoteFile, folder: Path, report: Report = lambda d
             found = _checked(part, url, file)
             os.fsync(stream.fileno())
             part.rename(target)
+    except _TakenError:
+        raise
     except DownloadError as error:
         if not error.again or not part.stat().st_size:
             part.unlink(missing_ok=True)
@@ -74,7 +80,7 @@ def _lock(stream: IO[bytes], part: Path) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise DownloadError(f"{part}: another process is writing it", again=True, hint="wait for it") from None
+        raise _TakenError(f"{part}: another process is writing it", again=True, hint="wait for it") from None
     except OSError:
         pass  # a file system without locks
 

@@ -36,7 +36,7 @@ def fetch(
         name = PurePosixPath(unquote(urlsplit(what).path)).name
         if not name or name in (".", ".."):
             raise InputError(f"{what}: names no file", field="NAME|URL", found=what, allowed="https://.../file")
-        file = RemoteFile(name, None, _sha256(sha256))
+        file = RemoteFile(name, None, _sha256(sha256), url=what)
         data = Published(what, (file,), (what.rpartition("/")[0] + "/",))
         return _fetch(data, [what], folder or Path("data"), reporter, unpacks, None)
     if what not in PUBLISHED:
@@ -99,6 +99,8 @@ def _from_any(file: RemoteFile, places: list[str], folder: Path, report: Report)
 
 def _address(place: str, file: RemoteFile) -> str:
     """A place is the address of the file itself, or of a folder that has it."""
+    if file.url is not None:  # as it is: what it has as %20 is a space in the name
+        return file.url
     return place if place.split("?")[0].endswith(f"/{file.name}") else place.rstrip("/") + f"/{file.name}"
 
 

@@ -13,6 +13,7 @@ class RemoteFile:
     name: str
     size_bytes: int | None = None
     sha256: str | None = None
+    url: str | None = None  # its own address, where it is not looked for in a folder by its name
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,6 @@ class Source(ABC):
         return tuple(column[0] for column in batch)
 
 
-def check_source(use: str, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown source, an unknown or mistyped option, or a path that does not exist. Loads nothing."""
-    source_options(use, options)
-
-
 def prepare_source(use: str, options: Mapping[str, Any]) -> None:
     """What a source does once before it can be opened quickly: tokenise. A launcher may, else the first rank does."""
     source_options(use, options).prepare()
@@ -76,7 +71,10 @@ def open_source(use: str, options: Mapping[str, Any], split: Split, seed: int) -
 
 
 def source_options(use: str, options: Mapping[str, Any]) -> Options:
-    """The checked options of a built-in source."""
+    """The checked options of a built-in source. Loads nothing.
+
+    Refused are an unknown source, an unknown or mistyped option, and a path that does not exist.
+    """
     from gradus.data.sources import BUILT_IN  # late: the sources build on this module
 
     if use not in BUILT_IN:

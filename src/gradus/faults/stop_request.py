@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 from gradus.parallel.world import World
+from gradus.record.stop import reason_in
 
 
 class StopRequest:
@@ -30,13 +30,8 @@ class StopRequest:
         if now < self._next_look:
             return None
         self._next_look = now + self.look_every_seconds
-        try:  # opened rather than tested for existence: a network file system may remember that it was absent
-            reason = str(json.loads(self._file.read_text()).get("reason", "stop requested"))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, AttributeError):  # a file that somebody made with `touch` is a request as well
-            reason = "stop file"
-        if self._world.store is not None:
+        reason = reason_in(self._file)
+        if reason is not None and self._world.store is not None:
             self._world.store.set("stop-requested", reason)
         return reason
 

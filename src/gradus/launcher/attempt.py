@@ -32,7 +32,11 @@ class Launch:
     ranks: int
     cores: int
     lock: TextIO | None = None  # held until the launch is forgotten
-    dry_run: bool = False
+    made_for_dry_run: tuple[Path, ...] = ()  # innermost first: what a dry run removes when it went well
+
+    @property
+    def dry_run(self) -> bool:
+        return bool(self.made_for_dry_run)
 
     @property
     def recipe(self) -> Recipe | None:

@@ -77,6 +77,8 @@ def last_validation(run: RunDirectory) -> dict[str, float]:
 def _rank_outcome(launch: Launch, outcome: dict[str, Any] | None, departure: Departure) -> dict[str, Any]:
     """What the ranks left for the launcher, unless they died, lost a peer that did, or failed after they wrote it."""
     failed_late = bool(outcome and not outcome.get("error") and departure.return_code and not departure.at_once)
+    if failed_late and launch.script is not None and _only_aborted(_deaths(launch)):
+        failed_late = False  # an own loop leaves through torch's end of a process, whose threads abort now and then
     if outcome is not None and not failed_late and (outcome.get("error") or {}).get("kind") != "lost-peer":
         return outcome
     if departure.at_once:
@@ -88,6 +90,10 @@ def _rank_outcome(launch: Launch, outcome: dict[str, Any] | None, departure: Dep
     after = f"after rank 0 had {outcome['state']}" if outcome and failed_late else "and no outcome"
     error = died or _launch_failed(launch, departure, after)
     return {**(outcome or {}), "state": "failed", "exit_code": EXIT_FAILED, "error": error}
+
+
+def _only_aborted(deaths: Sequence[Death]) -> bool:
+    return bool(deaths) and all(death.signal in ("SIGABRT", "SIGTERM") for death in deaths)  # SIGTERM: of its peers
 
 
 def _script_outcome(launch: Launch, script: Script, departure: Departure) -> dict[str, Any]:

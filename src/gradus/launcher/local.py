@@ -23,6 +23,7 @@ from gradus.launcher.rendezvous import Rendezvous
 from gradus.launcher.result import Result
 from gradus.launcher.script_stop import ScriptStop
 from gradus.launcher.torchrun import free_port, port_taken_in_log, rank_environment, torchrun_command
+from gradus.record.lock import release
 from gradus.record.outcome import read_outcome
 from gradus.schema.cluster import Cluster
 
@@ -58,7 +59,7 @@ def train(
         result = launch_local(launch, quiet=quiet)
     finally:
         if launch.lock is not None:
-            launch.lock.close()  # now, and not when the launch is collected: the next call may go on with this run
+            release(launch.lock)  # now, and not when the launch is collected: the next call may go on with this run
     if result.error and not quiet:
         print(f"error: {result.error['message']}", file=sys.stderr)
     return result

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from gradus.hardware.cluster import detect_cluster
 from gradus.launcher.attempt import Launch, claim_run, is_of_a_script, last_attempt, usable_machine, write_attempt
+from gradus.launcher.dry_run import folders_for_dry_run
 from gradus.launcher.script import COMMAND_FILE, Script
 from gradus.planner.defaults import default_plan
 from gradus.planner.resolve import prepare_data, resolved
@@ -31,7 +31,7 @@ def prepare(
     resume: str | None = None,
     dry_run: bool = False,
 ) -> Launch:
-    """An attempt at a recipe. A dry run has its directory elsewhere, since it is to leave none behind."""
+    """An attempt at a recipe. A dry run has its directory in a folder of its own, since it is to leave none behind."""
     recipe = resolved(recipe)
     if resume is None:  # one that goes on has its weights in its checkpoints
         check_weights(recipe)
@@ -41,12 +41,12 @@ def prepare(
     cluster = cluster or detect_cluster(machine)
     choice = default_plan(recipe, cluster, nproc)
     prepare_data(recipe)
-    if dry_run:
-        runs = Path(tempfile.mkdtemp(prefix="gradus-dry-run-"))
+    made = folders_for_dry_run(runs) if dry_run else ()
+    runs = made[0] if made else runs
     run, lock = claim_run(runs, recipe.name, run_id, resume, lambda run: _check_same_run(run, recipe))
     files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
     attempt = write_attempt(run, cluster, machine, files)
-    return Launch(run, attempt, recipe, choice.plan.mesh.world_size, machine.cpu_cores, lock, dry_run)
+    return Launch(run, attempt, recipe, choice.plan.mesh.world_size, machine.cpu_cores, lock, made)
 
 
 def recipe_of(run: RunDirectory) -> Path:

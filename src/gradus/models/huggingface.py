@@ -12,6 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradus.models.huggingface_settings import HuggingFaceSettings
@@ -64,14 +65,16 @@ def _from_folder(automatic: Any, settings: HuggingFaceSettings) -> nn.Module:
     if "num_labels" in changes:
         changes["ignore_mismatched_sizes"] = True  # a new head for other classes
     model: nn.Module
-    model, report = automatic.from_pretrained(
-        settings.path,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        **changes,
-    )
+    # Read to the host: transformers takes any other default device for a `device_map`, which needs accelerate.
+    with torch.device("cpu"):
+        model, report = automatic.from_pretrained(
+            settings.path,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **changes,
+        )
     # A head may be new, but a model of which nothing was found would be trained from scratch without a word.
     missing = set(report["missing_keys"])
     if missing >= {name for name, _ in model.named_parameters()}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 from typing import TextIO
 
@@ -24,3 +25,10 @@ def locked(run: RunDirectory) -> TextIO:
     except OSError:
         pass  # a file system without locks: the age of the status is all there is to go by
     return file
+
+
+def release(lock: TextIO) -> None:
+    """Let go of a run. Not by closing alone: a loader's worker process that was forked meanwhile holds the file too."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    lock.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import datetime, timezone
+from pathlib import Path
 
 from gradus.record.directory import RunDirectory
 
@@ -17,9 +18,14 @@ def request_stop(run: RunDirectory, reason: str) -> None:
 
 
 def requested_stop(run: RunDirectory) -> str | None:
-    """Why the run was asked to stop, if it was. A file that somebody made with `touch` is a request as well."""
+    """Why the run was asked to stop, if it was."""
+    return reason_in(run.stop_file)
+
+
+def reason_in(stop_file: Path) -> str | None:
+    """What a stop file says, if it is there. One that somebody made with `touch` is a request as well."""
     try:  # opened rather than tested for existence: a network file system may remember that it was absent
-        return str(json.loads(run.stop_file.read_text()).get("reason", "stop requested"))
+        return str(json.loads(stop_file.read_text()).get("reason", "stop requested"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError):

@@ -253,9 +253,22 @@ class Recipe(BaseModel):
         if self.loss and not is_import_path(self.loss.use) and self.loss.use not in LOSSES:
             raise unknown_name("loss", self.loss.use, LOSSES, field="loss")
         self._check_metrics()
+        self._check_hooks()
+
+    def _check_hooks(self) -> None:
+        names: set[str] = set()
         for hook in self.hooks:
             if not is_import_path(hook.use) and hook.use not in HOOKS:
                 raise unknown_name("hook", hook.use, HOOKS, field="hooks")
+            name = short_name(hook.use)
+            if name in names:
+                raise InputError(
+                    f"hooks: found two that are called {name!r}; what they keep in checkpoints would be one's",
+                    hint="derive a class with another name",
+                    field="hooks",
+                    found=name,
+                )
+            names.add(name)
 
     def _check_metrics(self) -> None:
         titles: set[str] = set()

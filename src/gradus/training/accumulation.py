@@ -41,16 +41,26 @@ class WideGradients:
         """The mean over ranks as the parameters' gradients, rounded once.
 
         No backward reduced anything, because each would have reduced only its own micro-batch: all parameters are
-        reduced here.
+        reduced here. Ranks may have used other parts of the model; they agree first on what is to be reduced.
         """
-        for parameter in self._parameters:
-            if parameter in self._sums:
-                parameter.grad = (world.sum_(self._sums[parameter]) / world.size).to(parameter.dtype)
+        used = _used_anywhere([p in self._sums for p in self._parameters], world)
+        for parameter, is_used in zip(self._parameters, used, strict=True):
+            if is_used:
+                mine = self._sums.get(parameter)
+                total = torch.zeros_like(parameter, dtype=torch.float32) if mine is None else mine
+                parameter.grad = (world.sum_(total) / world.size).to(parameter.dtype)
         if world.size > 1:
-            for parameter in self._others:
-                if parameter.grad is not None:
-                    world.sum_(parameter.grad).div_(world.size)
+            used = _used_anywhere([p.grad is not None for p in self._others], world)
+            for parameter, is_used in zip(self._others, used, strict=True):
+                if is_used:
+                    mine = parameter.grad
+                    parameter.grad = world.sum_(torch.zeros_like(parameter) if mine is None else mine) / world.size
         self._sums.clear()
 
     def forget(self) -> None:
         self._sums.clear()
+
+
+def _used_anywhere(here: list[bool], world: World) -> list[bool]:
+    # A tensor of the host, which gloo sends: nothing waits for the device.
+    return [number > 0 for number in world.sum_(torch.tensor(here, dtype=torch.int32)).tolist()]

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def finished_model(recipe: Recipe, model: nn.Module, *, load_weights: bool = Tru
         load_pretrained(model, Path(recipe.model.weights), recipe.model.weights_skip)
     if recipe.lora is not None:
         model = with_lora(model, recipe.lora, recipe.seed)
+        for name, parameter in model.named_parameters():
+            if any(fnmatchcase(name, pattern) for pattern in recipe.model.weights_skip):
+                parameter.requires_grad_(True)  # a new head: frozen, it would stay as it was drawn
     freeze(model, recipe.freeze)
     if recipe.lora is not None:
         mark_base(model)
@@ -55,8 +59,11 @@ def initial_model(recipe: Recipe, device: torch.device, dtype: torch.dtype) -> n
     seed_for_construction("model", recipe.seed)
     use, options = recipe.model.use, recipe.model.options
     if not is_import_path(use):
-        with torch.device(device):
-            return catalogue.build(use, options).to(dtype)
+        # Another kind of device draws other numbers. A checkpoint of adapters does not hold the base, which export and
+        # load_model draw again, wherever they are: there, as for a user's own model, the host draws.
+        with torch.device("cpu") if recipe.lora is not None else device:
+            model = catalogue.build(use, options)
+        return model.to(device=device, dtype=dtype)  # one that is read from files comes to the host, too
     model = _called("model.use", use, options)
     if not isinstance(model, nn.Module):
         raise InputError(

@@ -18,11 +18,13 @@ from gradus.schema.recipe import EvaluateBlock
 from gradus.training.objective import Losses
 from gradus.training.precision import Numbers
 
+Measure = Callable[[nn.Module, Any, int], Losses]  # of a model, a batch and its number of real samples
+
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    objective: Callable[[nn.Module, Any, int], Losses],
+    objective: Measure,
     loader: Loader,
     batches: int,
     numbers: Numbers,

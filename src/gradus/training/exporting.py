@@ -27,7 +27,7 @@ from gradus.models.config_json import config_of
 from gradus.models.layouts import Link, layout_of
 from gradus.record.directory import RunDirectory
 from gradus.schema.errors import InputError
-from gradus.schema.recipe import Recipe
+from gradus.schema.recipe import OWN, Recipe
 from gradus.training.building import build_model
 from gradus.training.lora import adapted_layers
 
@@ -67,6 +67,14 @@ def open_saved(path: Path, step: int | None = None, recipe: Recipe | None = None
 def _whole_model(saved: Saved) -> nn.Module:
     """The model of a checkpoint, as it was trained, on the host."""
     recipe = _required_recipe(saved, "building the model")
+    if recipe.model.use == OWN:
+        raise InputError(
+            f"model: {saved.path} holds adapters only, and the run's own loop made the model beside which they stand",
+            hint="in Python, result.load_model(model=Net()) puts both together; --adapter writes the adapters alone; "
+            "--recipe RECIPE may name a model",
+            field="model",
+            found=OWN,
+        )
     floats = {t.dtype for t in saved.of_model.values() if DTYPES[t.dtype].is_floating_point}
     dtype = torch.float64 if "F64" in floats else torch.float32
     with recipe.blamed():

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradus.schema.callables import import_callable, is_import_path
-from gradus.schema.errors import InputError
+from gradus.schema.callables import import_callable, is_import_path, short_name
+from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.recipe import Named
 from gradus.training.building import user_code
 
@@ -49,12 +49,12 @@ class Hook:
     def on_end(self, run: HookRun, state: str, reason: str) -> None:
         """The run is `finished` or `stopped`; not called when it fails."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Tensors to be kept in checkpoints, taken from rank 0."""
+    def state(self) -> Mapping[str, Tensor | float]:
+        """Tensors and numbers to be kept in checkpoints, taken from rank 0."""
         return {}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """On every rank that calls this hook, before `on_start`: what `state` returned when the checkpoint was made."""
+        """Before `on_start`: what `state` returned when the checkpoint was made, numbers as tensors of one element."""
 
 
 class HookRun:
@@ -111,6 +111,8 @@ class HookRun:
                 hint="set `every_rank = True` in its class",
                 field="hooks",
             )
+        if self._live.evaluator is None:  # an own loop evaluates by itself
+            return None
         parameters = dict(self.model.named_parameters())
         own = {key: parameters[key].detach().clone() for key in weights}
         with torch.no_grad():
@@ -133,10 +135,11 @@ class Hooks:
     def __init__(self, live: LiveRun, blocks: Sequence[Named]) -> None:
         named = [(block.use, _built(block)) for block in blocks]
         self._hooks = [(use, hook) for use, hook in named if hook.every_rank or live.world.leads]
-        self._views = {hook: HookRun(live, hook.every_rank) for _, hook in self._hooks}
+        self._views = [HookRun(live, hook.every_rank) for _, hook in self._hooks]
 
     def on_start(self) -> None:
         self._call("on_start")
+        self.tensors()  # what cannot be kept is told now, and not at the first checkpoint
 
     def on_step(self) -> None:
         self._call("on_step")
@@ -151,20 +154,40 @@ class Hooks:
         self._call("on_end", state, reason)
 
     def _call(self, moment: str, *arguments: Any) -> None:
-        for use, hook in self._hooks:
+        for (use, hook), view in zip(self._hooks, self._views, strict=True):
             with user_code("hooks", f"{use}, in {moment},"):
-                getattr(hook, moment)(self._views[hook], *arguments)
+                getattr(hook, moment)(view, *arguments)
 
     def tensors(self) -> dict[str, Tensor]:
         """What hooks want kept, by names that say whose it is."""
-        return {f"hooks.{_short(use)}.{key}": value for use, hook in self._hooks for key, value in hook.state().items()}
+        kept: dict[str, Tensor] = {}
+        for use, hook in self._hooks:
+            with user_code("hooks", f"{use}, in state,"):
+                state = hook.state()
+            for key, value in state.items():
+                kept[f"hooks.{short_name(use)}.{key}"] = _kept(use, key, value)
+        return kept
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         for use, hook in self._hooks:
-            prefix = f"hooks.{_short(use)}."
+            prefix = f"hooks.{short_name(use)}."
             state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if state:
-                hook.restore(state)
+                with user_code("hooks", f"{use}, in restore,"):
+                    hook.restore(state)
+
+
+def _kept(use: str, key: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+    raise InputError(
+        f"hooks: {use}: its state {key!r} is a {type(value).__name__}, which a checkpoint cannot hold; allowed: "
+        "tensors and numbers",
+        field="hooks",
+        found=type(value).__name__,
+    )
 
 
 def _built(block: Named) -> Hook:
@@ -178,12 +201,17 @@ def _built(block: Named) -> Hook:
         raise InputError(
             f"hooks: {block.use} returned {type(made).__name__}, allowed: an object of a class derived from "
             "gradus.Hook",
-            hint=f"write `class {_short(block.use)}(gradus.Hook):` and override what you need",
+            hint=f"write `class {short_name(block.use)}(gradus.Hook):` and override what you need",
             field="hooks",
             found=block.use,
         )
+    _check_moments(block.use, type(made))
     return made
 
 
-def _short(use: str) -> str:
-    return use.rpartition(":")[2]
+def _check_moments(use: str, kind: type[Hook]) -> None:
+    """A method that looks like a moment and is none would never be called."""
+    moments = [name for name in vars(Hook) if name.startswith("on_")]
+    for name in dir(kind):
+        if name.startswith("on_") and name not in moments:
+            raise unknown_name(f"moment of {use}:", name, moments, field="hooks", hint="other methods: without `on_`")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradus.checkpoint.store import Checkpoint, CheckpointStore
 from gradus.data.loader import Indexed, Loader, Slices
@@ -30,7 +31,7 @@ from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 from gradus.training.building import build_model, open_data
 from gradus.training.compilation import compile_model
-from gradus.training.evaluation import evaluate
+from gradus.training.evaluation import Measure, evaluate
 from gradus.training.hooks import Hooks
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
@@ -64,6 +65,7 @@ class LiveRun:
     tokenizer_hash: str | None = None
     flops_per_sample: float | None = None
     evaluator: Evaluator | None = None
+    scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
     last_loss: float | None = None  # of the last step whose numbers have arrived
 
     def __init__(self, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> None:
@@ -169,6 +171,10 @@ class LiveRun:
         recorder.status(step=self.state.step, steps_total=self.total_steps)
         start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": self.world.size, **rates.mfu()}
         recorder.event("start", **start)
+        parameters = list(self.model.parameters())
+        total, trained = (sum(p.numel() for p in ps) for ps in (parameters, [p for p in parameters if p.requires_grad]))
+        if trained < total:
+            recorder.event("model", message=f"trains {trained:,} of {total:,} parameters")
         note = getattr(self.train_data, "note", None)
         if note:
             recorder.event("data", message=note)
@@ -181,27 +187,32 @@ class LiveRun:
         batch = self.recipe.batch
         return range(step * batch, min((step + 1) * batch, self.total_samples))
 
-    def measure(self) -> dict[str, float] | None:
-        """Loss and metrics of the validation data with the weights as they are; None if a stop request came."""
-        if self.evaluator is None or self.objective is None:
-            return None
-        loader, batches = self.evaluator.loader, self.evaluator.batches
-        return evaluate(self.model, self.objective, loader, batches, self.numbers, self.world, self.stop)
+    @property
+    def evaluation_due(self) -> bool:
+        """Every so many steps and at the end, once for each step, also if a stop request cut it short the last time."""
+        step, every = self.state.step, self.recipe.evaluate.every
+        due = step >= self.total_steps or (every is not None and step > 0 and step % every == 0)
+        return due and self.state.evaluation.evaluated_step != step
 
-    def evaluate(self) -> dict[str, float] | None:
+    def measure(self, objective: Measure | None = None, evaluator: Evaluator | None = None) -> dict[str, float] | None:
+        """Loss and metrics of the validation data with the weights as they are; None if a stop request came."""
+        objective, evaluator = objective or self.objective, evaluator or self.evaluator
+        assert objective is not None
+        assert evaluator is not None
+        loader, batches = evaluator.loader, evaluator.batches
+        return evaluate(self.model, objective, loader, batches, self.numbers, self.world, self.stop)
+
+    def evaluate(self, objective: Measure | None = None, evaluator: Evaluator | None = None) -> dict[str, float] | None:
         """An evaluation that counts: recorded, and noted for early stopping and the best checkpoint."""
         share_buffers(self.model, self.world)
         began = time.monotonic()
-        results = self.measure()
+        results = self.measure(objective, evaluator)
         if results is not None:
-            self.note_evaluation(results, time.monotonic() - began)
+            self.recorder.evaluation(self.state.step, results, time.monotonic() - began)
+            self.state.evaluation.note(self.state.step, results, self.recipe.evaluate)
+            self.hooks.on_evaluate(results)
         self.recorder.restart_clock()
         return results
-
-    def note_evaluation(self, results: dict[str, float], seconds: float) -> None:
-        self.recorder.evaluation(self.state.step, results, seconds)
-        self.state.evaluation.note(self.state.step, results, self.recipe.evaluate)
-        self.hooks.on_evaluate(results)
 
     def evaluator_for(self, data: Indexed) -> Evaluator:
         samples = data.length

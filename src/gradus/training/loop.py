@@ -20,7 +20,7 @@ def train(live: LiveRun) -> Ending:
     live.hooks.on_start()
     while True:
         boundary.save_if_out_of_budget()
-        if _evaluation_due(live):
+        if live.evaluator is not None and live.evaluation_due:
             boundary.settle()
             boundary.interrupted = live.evaluate() is None
         ending = boundary.reached()
@@ -30,13 +30,6 @@ def train(live: LiveRun) -> Ending:
         waited = batches.waited_seconds
         numbers = live.step.run(batches, state.step, lr, measure_norm=live.recorder.logs(state.step + 1))
         boundary.launched(Launched(state.step, lr, batches.waited_seconds - waited, numbers))
-
-
-def _evaluation_due(live: LiveRun) -> bool:
-    """Every so many steps and at the end, once for each step, also if a stop request cut it short the last time."""
-    step, every = live.state.step, live.recipe.evaluate.every
-    due = step >= live.total_steps or (every is not None and step > 0 and step % every == 0)
-    return due and live.evaluator is not None and live.state.evaluation.evaluated_step != step
 
 
 class TimedBatches(Iterator[MicroBatch]):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,14 +22,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gradus.data.loader import Indexed, MicroBatch
-from gradus.parallel.replicate import share_buffers
-from gradus.schema.errors import GradusError, InputError
+from gradus.record.lock import release
+from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
 from gradus.training.building import finished_model
-from gradus.training.evaluation import evaluate
+from gradus.training.evaluation import Measure
 from gradus.training.joining import Place, join
 from gradus.training.leaving import tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
@@ -119,11 +119,15 @@ class Run:
         return self._ending is not None and self._ending.state == "stopped"
 
     def prepare(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model as the plan wants it, and its optimizer; both as the last checkpoint left them, if there is one.
 
-        The recipe's `model.weights`, `freeze` and `lora` apply. Without an optimizer, the recipe's is made.
+        The recipe's `model.weights`, `freeze` and `lora` apply. Without an optimizer, the recipe's is made. A scheduler
+        of torch's is stepped once for each optimizer step from now on, by `step`, and kept in checkpoints.
         """
         live = self._live
         if self._prepared:
@@ -145,6 +149,9 @@ class Run:
                     field="lora",
                 )
             self._note_learning_rates(optimizer)
+        if scheduler is not None:
+            _check_scheduler_is_of(scheduler, optimizer, live.recipe)
+            live.scheduler = scheduler
         with live.recorder.told_of_failure():
             model = finished_model(live.recipe, model, load_weights=live.checkpoint is None)
             live.use_model(model, optimizer, fixed_buckets=live.recipe.deterministic)
@@ -226,10 +233,13 @@ class Run:
 
     def _apply(self, boundary: Boundary, stream: TimedBatches) -> None:
         live = self._live
-        own_rate = live.recipe.optimizer.use == OWN and not live.recipe.optimizer.schedules
+        block = live.recipe.optimizer
+        own_rate = live.scheduler is not None or (block.use == OWN and not block.schedules)
         lr = None if own_rate else live.schedule(live.state.schedule_position())
         numbers = live.step.apply(lr, measure_norm=live.recorder.logs(live.state.step + 1))
         first = float(live.optimizer.param_groups[0]["lr"])
+        if live.scheduler is not None:
+            live.scheduler.step()
         waited = stream.waited_seconds - self._waited_seconds
         boundary.launched(Launched(live.state.step, first, waited, numbers))
 
@@ -239,9 +249,7 @@ class Run:
         live = self._live
         if self._boundary is None or self._micro is not None or live.step.under_way:
             return False
-        step, every = live.state.step, live.recipe.evaluate.every
-        due = step >= live.total_steps or (every is not None and step > 0 and step % every == 0)
-        return due and live.state.evaluation.evaluated_step != step
+        return live.evaluation_due
 
     def evaluate(self, dataset: Any, loss: Callable[[Any], Any]) -> dict[str, float]:
         """Means over the samples of `dataset` on all ranks, recorded as `validation_...`. All ranks must call it.
@@ -257,25 +265,10 @@ class Run:
         if self._boundary is not None:
             self._boundary.settle()
             self._boundary.save_if_out_of_budget()
-        evaluator = self._evaluator(dataset)
-        share_buffers(live.model, live.world)
-        began = time.monotonic()
-        results = evaluate(
-            live.model,
-            _objective(loss),
-            evaluator.loader,
-            evaluator.batches,
-            live.numbers,
-            live.world,
-            live.stop,
-        )
-        if results is None:
-            if self._boundary is not None:
-                self._boundary.interrupted = True
-            return Results()
-        live.note_evaluation(results, time.monotonic() - began)
-        live.recorder.restart_clock()
-        return Results(results)
+        results = live.evaluate(_objective(loss, self._signals), self._evaluator(dataset))
+        if results is None and self._boundary is not None:
+            self._boundary.interrupted = True
+        return Results(results or {})
 
     def log(self, **numbers: float) -> None:
         """Numbers of the user's own, written into the metrics of the present step by rank 0."""
@@ -285,19 +278,36 @@ class Run:
         """Close the run's record. Done by itself when the script ends; what is logged after it is lost."""
         if self._told:
             return
-        self._told = True
-        if self._display is not None:
-            self._display.close()
         if self._failed:
-            self._live.recorder.close(state="failed")
+            self._fail("the loop failed")
             return
         if self._ending is None:
             reason = f"the loop was left after {self.steps_done} steps"
             self._ending = self._boundary.left(reason) if self._boundary else Ending("finished", reason)
+        self._close_display()
+        self._told = True
         tell_ending(self._live, self._ending)
         if self._display is not None:
             again = f"; continue with resume={str(self.directory)!r}" if self.stopped else ""
             print(f"{self._ending.state}: {self._ending.reason}, run {self.directory}{again}", file=sys.stderr)
+        self._give_back()
+
+    def _fail(self, message: str) -> None:
+        self._told = True
+        self._close_display()
+        self._live.recorder.close(state="failed", last_error=message)
+        self._give_back()
+
+    def _close_display(self) -> None:
+        if self._display is not None:
+            self._display.close()
+
+    def _give_back(self) -> None:
+        """The process may go on, with signals as they were and, for example, another attempt at this run."""
+        if self._signals is not None:
+            self._signals.close()
+        if self._place.lock is not None:
+            release(self._place.lock)
 
     def __enter__(self) -> Run:
         return self
@@ -321,7 +331,7 @@ class Run:
         first = float(optimizer.param_groups[0]["lr"])
         for group in optimizer.param_groups:
             group[LR_FACTOR] = float(group["lr"]) / (1.0 if block.use == OWN else first or 1.0)
-        if block.use != OWN and first != block.lr:
+        if block.use != OWN and first != block.lr and self._live.scheduler is None:
             message = f"learning rate {block.lr:g} of the recipe in place of the optimizer's {first:g}"
             self._live.recorder.event("learning-rate", message=message)
 
@@ -329,23 +339,28 @@ class Run:
         """From here on a signal is a stop request, and a failure is told before the process ends."""
         self._signals = SignalNotes(self._place.run)
         atexit.register(self._leave)
-        on_failure(self._place.run, self._place.attempt, self.rank, self._fail)
-
-    def _fail(self, message: str) -> None:
-        self._told = True
-        if self._display is not None:
-            self._display.close()
-        self._live.recorder.close(state="failed", last_error=message)
+        on_failure(self._place.run, self._place.attempt, self.rank, self._fail, lambda: self._told)
 
     def _leave(self) -> None:
-        self.finish()
+        try:
+            self.finish()
+        except Exception as error:  # raised from here, Python would print it and leave with 0
+            sys.excepthook(type(error), error, error.__traceback__)
         self._place.connection.close()
+        if self.stopped and not self._place.launched and self.ranks == 1:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_STOPPED)  # a script that comes to its end would leave with 0: finished
 
 
-def _objective(loss: Callable[[Any], Any]) -> Callable[[nn.Module, Any, int], Losses]:
+def _objective(loss: Callable[[Any], Any], signals: SignalNotes | None) -> Measure:
     def measured(model: nn.Module, batch: Any, samples: int) -> Losses:
+        if signals is not None:
+            signals.answer()
         result = loss(batch)
-        parts = dict(result) if isinstance(result, Mapping) and "loss" in result else {"loss": result}
+        # The output of a Hugging Face model is a mapping as well, but has its loss as an attribute.
+        several = isinstance(result, Mapping) and "loss" in result and not hasattr(result, "loss")
+        parts = dict(result) if several else {"loss": result}
         pairs: dict[str, tuple[Tensor, Tensor]] = {
             name: sum_and_count(value, samples, with_loss=True, what=f"run.evaluate: {name}")
             for name, value in parts.items()
@@ -356,6 +371,27 @@ def _objective(loss: Callable[[Any], Any]) -> Callable[[nn.Module, Any, int], Lo
         return Losses(loss_sum, count, pairs)
 
     return measured
+
+
+def _check_scheduler_is_of(scheduler: LRScheduler, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise InputError(
+            "run.prepare: a ReduceLROnPlateau is stepped with a metric, which only the script knows",
+            hint="step it yourself after run.evaluate, and leave it out here; it is then not in the checkpoint",
+            field="scheduler",
+        )
+    if scheduler.optimizer is not optimizer:
+        raise InputError(
+            "run.prepare: the scheduler is not of this optimizer",
+            hint="run.prepare(model, optimizer, scheduler) with the optimizer that the scheduler was made for",
+            field="scheduler",
+        )
+    if recipe.optimizer.schedules:
+        raise InputError(
+            "run.prepare: a scheduler was given, and the recipe has warmup or decay as well",
+            hint="leave one of them out",
+            field="optimizer.decay",
+        )
 
 
 def _check_optimizer_is_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 from gradus.record.directory import RunDirectory
 from gradus.record.display import Display
@@ -30,9 +31,10 @@ class SignalNotes:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._asked: str | None = None
+        self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-                signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # Only a note: a handler that writes can interrupt the very same write.
@@ -44,6 +46,13 @@ class SignalNotes:
         """Turn the note into a stop request, for all ranks to see."""
         if self._asked is not None and not self._run.stop_file.exists():
             request_stop(self._run, self._asked)
+
+    def close(self) -> None:
+        """Signals mean again what they meant before."""
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        self._before = {}
 
 
 class Shown:
@@ -67,7 +76,9 @@ class Shown:
             self._display.close()
 
 
-def on_failure(run: RunDirectory, attempt: int, rank: int, close: Callable[[str], None]) -> None:
+def on_failure(
+    run: RunDirectory, attempt: int, rank: int, close: Callable[[str], None], is_over: Callable[[], bool]
+) -> None:
     """An exception that nobody catches is told to whoever launched this, and ends the process at once.
 
     At once, because peers may be in a collective with this rank: closing the group would wait for them.
@@ -75,6 +86,9 @@ def on_failure(run: RunDirectory, attempt: int, rank: int, close: Callable[[str]
     before = sys.excepthook
 
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_over():  # the run has told how it ended: what fails now is none of it
+            before(kind, error, trace)
+            return
         close(str(error) or kind.__name__)
         if isinstance(error, GradusError):
             _print_error(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,23 +24,35 @@ def save(live: LiveRun, required: bool) -> bool:
     one that would do.
     """
     share_buffers(live.model, live.world)
-    step = live.state.step
+    step, problem = live.state.step, None
     try:
         if live.world.leads:
             _write(live)
-    except OSError as error:  # on rank 0 only, which is also the only one that would raise
-        message = f"the checkpoint of step {step} cannot be written: {error}"
-        live.recorder.problem("checkpoint-failed", message)
+    except OSError as error:
+        problem = error
+        live.recorder.problem("checkpoint-failed", _cannot_be_written(step, error))
         if required:
             newest = max(live.store.steps(), default=None)
             kept = "there is none" if newest is None else f"the newest one is of step {newest}"
             raise GradusError(
-                f"{message}; {kept}", hint=f"make room in {live.run.path}, then go on with --resume"
+                f"{_cannot_be_written(step, error)}; {kept}",
+                hint=f"make room in {live.run.path}, then go on with --resume",
             ) from error
-        return False
-    finally:
-        live.recorder.restart_clock()
-    return True
+    live.recorder.restart_clock()
+    return _told_by_rank_0(problem is None, live)
+
+
+def _cannot_be_written(step: int, error: OSError) -> str:
+    return f"the checkpoint of step {step} cannot be written: {error}"
+
+
+def _told_by_rank_0(saved: bool, live: LiveRun) -> bool:
+    """All ranks must know the same of it: a hook that they all call may make them talk to each other."""
+    if live.world.size == 1:
+        return saved
+    told = torch.tensor(int(saved))  # of the host, which gloo sends
+    dist.broadcast(told, src=0)
+    return bool(told.item())
 
 
 def _write(live: LiveRun) -> None:
@@ -54,12 +66,27 @@ def _write(live: LiveRun) -> None:
         "optimizer": {"use": recipe.optimizer.use, **optimizer_numbers},
         "samples": min(step * recipe.batch, live.total_samples),
         "dataset_length": live.train_data.length,
+        "batch": recipe.batch,
+        "seed": recipe.seed,
         "tokenizer": live.tokenizer_hash,
+        "scheduler": _plain(live.scheduler.state_dict()) if live.scheduler is not None else None,
     }
     saved = live.store.save(step, tensors, state)  # which has verified it: older ones may go
     best = live.state.evaluation.best_step if recipe.checkpoint.best else None
-    live.store.prune(step, recipe.checkpoint.keep, also_keep=best)
+    try:
+        live.store.prune(step, recipe.checkpoint.keep, also_keep=best)
+    except OSError as error:  # somebody may have one open on a network file system
+        live.recorder.problem("prune-failed", f"an older checkpoint cannot be removed: {error}")
     live.recorder.event("checkpoint", step=step, path=str(saved.path.relative_to(live.run.path)))
+
+
+def _plain(state: Any) -> Any:
+    """What JSON can hold of a scheduler's state; it has the functions of the script's own anyway."""
+    if isinstance(state, dict):
+        return {str(key): _plain(value) for key, value in state.items() if not callable(value)}
+    if isinstance(state, (list, tuple)):
+        return [_plain(value) for value in state]
+    return state if state is None or isinstance(state, (bool, int, float, str)) else None
 
 
 def newest_checkpoint(live: LiveRun) -> Checkpoint | None:
@@ -91,6 +118,11 @@ def resume(live: LiveRun, checkpoint: Checkpoint) -> None:
     if live.step.loss_scale is not None and "loss_scale.scale" in tensors:  # else the run had another precision
         for name, value in live.step.loss_scale.state().items():
             value.copy_(tensors[f"loss_scale.{name}"])
+    scheduler = checkpoint.state.get("scheduler")
+    if live.scheduler is not None and scheduler is not None:
+        live.scheduler.load_state_dict(scheduler)
+        for group, rate in zip(live.optimizer.param_groups, live.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate  # some schedulers go on from there, and not from their own count
     live.hooks.restore(tensors)
     live.state = TrainingState.from_document(checkpoint.state["training"])
     live.recorder.event("resume", step=live.state.step)
@@ -98,6 +130,16 @@ def resume(live: LiveRun, checkpoint: Checkpoint) -> None:
 
 def check_same_data(live: LiveRun, checkpoint: Checkpoint) -> None:
     """The position in the stream is a step number; it must mean the same samples as when it was saved."""
+    for key in ("batch", "seed"):
+        began, found = checkpoint.state.get(key), getattr(live.recipe, key)
+        if began is not None and began != found:
+            raise InputError(
+                f"{key}: the run began with {began}, found {found}: its samples would be others",
+                hint="start a new run for that",
+                field=key,
+                found=found,
+                allowed=began,
+            )
     if checkpoint.step > live.total_steps:
         raise InputError(
             f"the run is at step {checkpoint.step} already, beyond its budget of {live.total_steps} now",

@@ -58,7 +58,7 @@ def explain_forward_error(
         return error
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)):
-        return _out_of_memory(error, batch)
+        return out_of_memory(error, f"the forward pass, with the batch {described(batch)}")
     about_tensors = isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)) and _ABOUT_TENSORS.search(text)
     if not about_tensors or _ABOUT_RANKS.search(text):
         return error
@@ -196,9 +196,9 @@ def _outside_table(table: nn.Embedding, call: _Call | None) -> str:
     return f"{allowed}: enlarge the vocabulary (or context) of the model, or fix the data"
 
 
-def _out_of_memory(error: Exception, batch: Any) -> GradusError:
+def out_of_memory(error: Exception, where: str) -> GradusError:
     return GradusError(
-        f"out of memory in the forward pass, with the batch {described(batch)}: {str(error).partition('. ')[0]}",
+        f"out of memory in {where}: {str(error).partition('. ')[0]}",
         hint="use a smaller plan.micro_batch: what a rank works on at once; the batch of the recipe stays as it is",
         field="plan.micro_batch",
         traceback="".join(traceback.format_exception(error)),

@@ -20,6 +20,7 @@ from gradus.training.optimizers import LR_FACTOR
 from gradus.training.precision import Numbers
 from gradus.training.randomness import seed_for_micro_batch
 from gradus.training.readback import PendingNumbers, Readback
+from gradus.training.shape_errors import out_of_memory
 
 
 class TrainingStep:
@@ -103,8 +104,11 @@ class TrainingStep:
         scaled = loss_sum / self._expected.to(loss_sum.dtype)
         if self.loss_scale is not None:
             scaled = scaled * self.loss_scale.scale
-        with self._reducing:
-            scaled.backward()  # type: ignore[no-untyped-call]
+        try:
+            with self._reducing:
+                scaled.backward()  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(error, "the backward pass") from error
         if self._wide is not None:
             self._wide.take()
 
@@ -149,7 +153,7 @@ class TrainingStep:
             scale_after = self.loss_scale.scale
         else:
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         return self._readback.start(
             loss_sum=loss_sum,
             count=count,
@@ -159,6 +163,10 @@ class TrainingStep:
             scale_after=scale_after,
         )
 
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:  # not by the optimizer: an own one may hold only some of them
+            parameter.grad = None
+
     def _finished_sums(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The step's global loss sum and count, and what its gradients must still be multiplied with."""
         losses, counts = self._losses, self._counts
@@ -166,7 +174,7 @@ class TrainingStep:
         if self.accumulate == 1:
             return (*self._totals, None)
         totals = self._over_ranks(torch.stack(losses).sum(), torch.stack(counts).sum())
-        correction = self._expected * self._world.size / totals[1].clamp(min=1)
+        correction = self._expected * self._world.size / _above_zero(totals[1], 1.0)
         return (*totals, correction.to(self._loss_dtype))
 
     def warm_up(self, micro_batches: Iterator[MicroBatch]) -> None:
@@ -180,7 +188,7 @@ class TrainingStep:
         self._losses, self._counts = [], []
         if self._wide is not None:
             self._wide.forget()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(buffers[name])
@@ -195,4 +203,9 @@ class TrainingStep:
     def _expected_share(self, count_of_first: Tensor) -> Tensor:
         """What a rank divides its losses by: the expected count of the step over the ranks, because DDP averages."""
         share = self.accumulate / self._world.size
-        return (count_of_first if share == 1 else count_of_first * share).clamp(min=share)
+        return _above_zero(count_of_first if share == 1 else count_of_first * share, share)
+
+
+def _above_zero(count: Tensor, otherwise: float) -> Tensor:
+    """A count to divide by. Weights may add up to less than 1; where there is nothing at all, the sum is 0 as well."""
+    return torch.where(count > 0, count, torch.full_like(count, otherwise))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradus.checkpoint.base import base_of
 from gradus.checkpoint.state import restore_model
 from gradus.checkpoint.store import CheckpointStore
 from gradus.record.directory import RunDirectory
@@ -17,7 +18,7 @@ from gradus.record.summary import evaluate_block
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import OWN, Recipe
-from gradus.training.building import build_model, open_data
+from gradus.training.building import build_model, finished_model, open_data
 
 WEIGHTS = ("model", "ema")
 SPLITS = ("train", "validation")
@@ -33,7 +34,7 @@ def load_trained(
     device = _checked_device(device)
     store = CheckpointStore(run.checkpoints)
     checkpoint = store.open(chosen_step(run, store.steps(), step))
-    model = _built(run, device) if model is None else model.to(device)
+    model = _built(run, device) if model is None else _given(run, model.to(device))
     tensors = checkpoint.tensors()
     restore_model(model, _averaged(tensors) if weights == "ema" else tensors)
     return model.eval()
@@ -112,6 +113,14 @@ def _built(run: RunDirectory, device: torch.device) -> nn.Module:
             field="model",
         )
     return build_model(recipe, device, _dtype(plan), load_weights=False)  # the checkpoint has them
+
+
+def _given(run: RunDirectory, model: nn.Module) -> nn.Module:
+    """A model that the caller made, as `Run.prepare` makes it ready: of adapters, the checkpoint has nothing else."""
+    recipe, _ = _resolved(run)
+    if recipe is None or recipe.lora is None or base_of(model) is not None:  # one that was prepared has them already
+        return model
+    return finished_model(recipe, model)
 
 
 def _resolved(run: RunDirectory) -> tuple[Recipe | None, Plan]:

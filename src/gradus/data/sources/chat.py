@@ -17,11 +17,12 @@ from gradus.data.records import read_rows
 from gradus.data.source import Source
 from gradus.data.sources.options import Count
 from gradus.data.sources.text import IGNORED
-from gradus.data.sources.tokenised import Files, TokenisedOptions
+from gradus.data.sources.tokenised import TokenisedOptions
 from gradus.data.split import Part, Split, scattered, whole
 from gradus.data.tokenised import (
     Conversations,
     Document,
+    Files,
     open_conversations,
     split_documents,
     training_only,

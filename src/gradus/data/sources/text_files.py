@@ -12,10 +12,10 @@ from gradus.data.files import DataFiles
 from gradus.data.records import Piece, read_pieces
 from gradus.data.source import Batch, Source
 from gradus.data.sources.text import Masking, Objective, TextWindows
-from gradus.data.sources.tokenised import Files, Prepared, TokenisedOptions
+from gradus.data.sources.tokenised import Prepared, TokenisedOptions
 from gradus.data.sources.tokens import MappedWindows
 from gradus.data.split import TEXT_BLOCKS, Split, blocks, whole
-from gradus.data.tokenised import split_documents, write_texts
+from gradus.data.tokenised import Files, split_documents, write_texts
 from gradus.data.tokenizer import Tokenizer
 
 IN_MEMORY_BYTES = 64 * 2**20  # a shorter text may live on the training device

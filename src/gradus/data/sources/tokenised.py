@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from gradus.data.files import DataFile, DataFiles, find_files
+from gradus.data.files import DataFiles, find_files
 from gradus.data.sources.options import Count, Options
 from gradus.data.split import Split
 from gradus.data.token_cache import cache_folder, cached, key_of, meta_of
@@ -86,6 +86,3 @@ class TokenisedOptions(Options):
 
         key = key_of(["bpe", FORMAT, files.identity(), self.validation, vocabulary, self._description()])
         return open_tokenizer(str(cached(cache_folder(self.cache), key, train) / TRAINED))
-
-
-Files = tuple[DataFile, ...]
