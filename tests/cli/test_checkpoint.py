@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_cases
 import pytest
 import torch
 import yaml
@@ -16,7 +17,10 @@ from gradus.checkpoint.state import collect
 from gradus.checkpoint.store import CheckpointStore
 from gradus.models import catalogue
 from gradus.record.directory import RunDirectory
-from gradus.schema.recipe import OptimizerBlock
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import OptimizerBlock, Recipe
+from gradus.training.building import build_model
+from gradus.training.exporting import export, open_saved
 from gradus.training.optimizers import build_optimizer
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "vocabulary": 11}
@@ -102,6 +106,65 @@ def test_the_hugging_face_layout_brings_its_config(gradus: Gradus, tmp_path: Pat
     assert done.code == 0, done.err
     assert {path.name for path in (tmp_path / "hf").iterdir()} == {"model.safetensors", "config.json"}
     assert "transformer.wte.weight" in load_file(tmp_path / "hf" / "model.safetensors")
+
+
+TOKENS = torch.arange(24).reshape(2, 12)
+LORA = {"rank": 2, "targets": ["*_proj"]}
+
+
+@pytest.mark.parametrize("case", ["folder", "configuration", "own", "lora"])
+def test_a_model_of_transformers_goes_back_to_from_pretrained(gradus: Gradus, tmp_path: Path, case: str) -> None:
+    """Trained from a folder, a configuration or an own function: transformers reads the very model that was saved."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    huggingface_cases.llama().save_pretrained(tmp_path / "start")
+    huggingface_cases.gpt2().save_pretrained(tmp_path / "tied")
+    block: dict[str, Any] = {
+        "folder": {"use": "huggingface", "path": str(tmp_path / "tied")},
+        "configuration": {"use": "huggingface", "task": "causal-lm"}
+        | {"config": {"model_type": "llama", **huggingface_cases.SMALL}},
+        "own": {"use": f"{huggingface_cases.HERE}:gpt2"},
+        "lora": {"use": "huggingface", "path": str(tmp_path / "start")},
+    }[case]
+    document = {**RECIPE, "model": block, **({"lora": LORA} if case == "lora" else {})}
+    trained = build_model(Recipe.from_document(document), torch.device("cpu"), torch.float32)
+    with torch.no_grad():  # as if it had been trained
+        for parameter in trained.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    run = RunDirectory.create(gradus.runs, "transformers", case)
+    (run.attempt_path(run.new_attempt()) / "recipe.yaml").write_text(yaml.safe_dump(document))
+    tensors, numbers = collect(trained, build_optimizer(trained, OptimizerBlock(use="sgd", lr=0.1)))
+    CheckpointStore(run.checkpoints).save(2, tensors, {"optimizer": numbers})
+
+    out = tmp_path / "out"
+    if case == "lora":
+        run_and_out = ("transformers/lora", "--out", str(out))
+        done = gradus("checkpoint", "export", *run_and_out, "--layout", "huggingface", "--json")
+        assert done.code == 0, done.err
+        assert done.json["merged"]
+        files = [Path(file) for file in done.json["files"]]
+    else:
+        files = export(open_saved(run.path), out, "huggingface")
+    assert {"config.json", "model.safetensors"} <= {file.name for file in files}
+    again, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.allclose(again.eval()(TOKENS).logits, trained.eval()(TOKENS).logits, atol=1e-6, rtol=1e-5)
+    with pytest.raises(InputError, match="exists already"):
+        export(open_saved(run.path), out, "huggingface")
+
+
+def test_a_model_that_is_not_of_transformers_has_no_names_there(gradus: Gradus, tmp_path: Path) -> None:
+    document = {**RECIPE, "model": {"use": f"{huggingface_cases.HERE}:MeanOfBert"}}
+    model = huggingface_cases.MeanOfBert()
+    run = RunDirectory.create(gradus.runs, "mean", "one")
+    (run.attempt_path(run.new_attempt()) / "recipe.yaml").write_text(yaml.safe_dump(document))
+    tensors, numbers = collect(model, build_optimizer(model, OptimizerBlock(use="sgd", lr=0.1)))
+    CheckpointStore(run.checkpoints).save(2, tensors, {"optimizer": numbers})
+    with pytest.raises(InputError, match="makes a MeanOfBert, which is not one of transformers"):
+        export(open_saved(run.path), tmp_path / "out", "huggingface")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("model")

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gradus_command import status, wait_until
+from gradus_command import wait_until
 
 
 @pytest.fixture
 def temporary(tmp_path: Path) -> Path:
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
+
+
+def left_in(temporary: Path) -> list[Path]:
+    return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # a cache of torch's
 
 
 def test_it_makes_one_step_on_all_ranks_and_leaves_nothing_behind(gradus, temporary):
@@ -22,7 +26,7 @@ def test_it_makes_one_step_on_all_ranks_and_leaves_nothing_behind(gradus, tempor
     document = done.json
     assert (document["dry_run"], document["run"], document["step"]) == (True, None, 1)
     assert any("parameters" in line for line in document["summary"])
-    assert not list(temporary.iterdir())
+    assert not left_in(temporary)
     assert sorted(gradus.folder.rglob("*")) == sorted({*before, gradus.folder / recipe})
 
 
@@ -55,11 +59,30 @@ def test_one_that_fails_keeps_its_log(gradus, temporary):
     done = gradus("train", recipe, "--dry-run", "--json", TMPDIR=str(temporary))
     assert done.code == 2
     assert "KeyError: 'missing'" in done.json["error"]["message"]
-    run = Path(done.json["run"])
-    assert run.is_relative_to(gradus.runs)
+    log = Path(done.json["error"]["log"])
+    assert log.is_relative_to(gradus.runs)
+    assert "KeyError: 'missing'" in log.read_text()
+    assert done.json["run"] is None
     assert gradus("runs", "--json").json == []
-    assert status(run)["state"] == "failed"
-    assert Path(done.json["error"]["log"]).is_file()
+    assert not left_in(temporary)
+
+
+def test_of_one_that_fails_nothing_but_the_log_stays(gradus, tmp_path):
+    runs = tmp_path / "new" / "runs"
+    recipe = gradus.recipe(model={"use": "own.py:broken_model", "width": 3})
+    done = gradus("train", recipe, "--dry-run", "--runs", str(runs))
+    assert done.code == 2
+    [log] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert f"log: {log}" in done.err
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_of_one_that_fails_in_this_process_nothing_stays(gradus, tmp_path, as_json):
+    recipe = gradus.recipe(model={"use": "own.py:broken_model", "width": 3})
+    done = gradus("train", recipe, "--dry-run", "--debug", "--runs", str(tmp_path / "new" / "runs"), *as_json)
+    assert done.code != 0
+    assert "KeyError: 'missing'" in done.out + done.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_there_is_nothing_to_resume(gradus):

@@ -50,6 +50,7 @@ def test_named_tuples_keep_their_names() -> None:
         ([{"x": 1}, {"y": 1}], "x is int, missing", "alike"),
         ([{"x": {"a": torch.ones(1)}}, {"x": {"a": torch.ones(2)}}], r"x\.a is float32 \[1\], float32 \[2\]", "pad"),
         ([{"x": 1, "y": None}] * 2, "y is NoneType", "leave the entry out"),
+        ([{"x": 1}, None], "a sample is missing, NoneType", "leave the entry out"),
     ],
 )
 def test_samples_that_cannot_form_a_batch_say_which_entry_differs(items: list[Any], words: str, hint: str) -> None:
@@ -83,6 +84,6 @@ def test_data_that_can_only_be_iterated_over_is_refused_with_what_to_do(dataset:
 
 @pytest.mark.parametrize("item", [torch.ones(3), 4, "text", np.ones(2)])
 def test_an_item_that_is_neither_dict_nor_tuple_is_refused_with_both(item: Any) -> None:
-    with pytest.raises(InputError, match=r"an item is \w+, allowed: a dict or a tuple") as caught:
+    with pytest.raises(InputError, match=r"item 0 is \w+, allowed: a dict or a tuple") as caught:
         Indexed([item, item]).fetch(np.array([0, 1]))
     assert "(input, target)" in str(caught.value.hint)

@@ -15,7 +15,7 @@ from user_runs import line_recipe
 from gradus.data.loader import Indexed, Loader, MicroBatch, Slices
 from gradus.data.order import sample_indices
 from gradus.data.source import Batch, Source, open_source
-from gradus.schema.errors import InputError
+from gradus.schema.errors import GradusError, InputError
 from gradus.training.building import open_data
 
 CPU = torch.device("cpu")
@@ -247,14 +247,57 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(workers: int) -> None:
 
 
 class Broken(Numbered):
+    def __init__(self, length: int, error: type[Exception]) -> None:
+        super().__init__(length)
+        self.error = error
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        raise OSError(f"cannot read image {index}")
+        if index == 13:
+            raise self.error(f"cannot read image {index}")
+        return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_raises_is_an_error_that_names_it(workers: int) -> None:
-    with pytest.raises(OSError, match="cannot read image"):
-        list(loader(Broken(20), plain_slices(2, 20), workers=workers).micro_batches(0, 10))
+@pytest.mark.parametrize(("error", "exit_code"), [(ValueError, 2), (OSError, 1)])  # a disk may work the next time
+def test_an_item_that_raises_is_told_with_its_number_and_the_users_line(
+    workers: int, error: type[Exception], exit_code: int
+) -> None:
+    with pytest.raises(GradusError) as caught:
+        list(loader(Broken(20, error), plain_slices(2, 20), seed=None, workers=workers).micro_batches(6, 10))
+    assert caught.value.message == f"data.use: item 13 raised {error.__name__}: cannot read image 13"
+    assert caught.value.exit_code == exit_code
+    assert f"the error is in {__file__}, line " in str(caught.value.hint)
+    assert "raise self.error(" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_item_that_is_none_is_told_with_its_number(workers: int) -> None:
+    data = [None if number == 13 else (torch.ones(2), number) for number in range(20)]
+    with pytest.raises(InputError) as caught:
+        list(loader(data, plain_slices(4, 20), seed=None, workers=workers).micro_batches(0, 5))
+    assert caught.value.message == "data.use: item 13 is NoneType, allowed: a dict or a tuple"
+    assert "`return`" in str(caught.value.hint)
+
+
+def test_an_item_is_told_with_the_number_that_the_users_own_dataset_gives_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def data():\n    return [None] * 10\n")
+    train = open_data(line_recipe(data={"use": f"{tmp_path}/mine.py:data", "validation": 0.5}), "train")
+    assert train is not None
+    indices = np.arange(3)
+    number = train.numbers_of(indices)[0]
+    with pytest.raises(InputError, match=f"item {number} is NoneType"):
+        train.fetch(indices)
+
+
+def test_a_users_collate_may_drop_an_item_and_is_named_when_it_raises() -> None:
+    class Own(list[Any]):
+        def collate(self, items: list[Any]) -> Any:
+            return {"x": torch.tensor([item["x"] for item in items if item is not None])}
+
+    assert Indexed(Own([{"x": 1}, None])).fetch(np.arange(2))["x"].tolist() == [1]
+    with pytest.raises(InputError, match=r"data\.use: collate raised KeyError: 'x'") as caught:
+        Indexed(Own([{"y": 1}])).fetch(np.arange(1))
+    assert __file__ in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -262,7 +305,7 @@ def test_bad_input_found_by_a_worker_arrives_as_it_was_raised(workers: int) -> N
     """Without the worker's traceback in its message, and with its hint."""
     with pytest.raises(InputError) as caught:
         list(loader([1.0, 2.0], plain_slices(2, 2), workers=workers).micro_batches(0, 1))
-    assert caught.value.message == "data.use: an item is float, allowed: a dict or a tuple"
+    assert caught.value.message == "data.use: item 0 is float, allowed: a dict or a tuple"
     assert "(input, target)" in str(caught.value.hint)
     assert caught.value.details["field"] == "data.use"
 

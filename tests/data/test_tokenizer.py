@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiktoken
+import tokenizers
+import yaml
 
 from gradus.data.source import open_source
 from gradus.data.tokenizer import TIKTOKEN_PATTERNS, Tokenizer, open_tokenizer
@@ -98,6 +101,37 @@ def test_the_end_of_a_text_is_configured_or_named(files: dict[str, Path], tmp_pa
     assert open_tokenizer(str(tmp_path), end_of_text="<odd>").end_of_text == 0
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<odd>"}}))
     assert open_tokenizer(str(tmp_path)).end_of_text == 0
+
+
+def words(folder: Path, *special: str) -> str:
+    """A tokenizer.json with these special tokens and one word."""
+    vocabulary = {name: i for i, name in enumerate([*special, "word"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=special[0]))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@pytest.mark.parametrize("end", ["[EOS]", "</s>", "<|endoftext|>", "<eos>", "<|im_end|>", "<|eos|>", "[SEP]"])
+def test_the_usual_names_of_the_end_of_a_text_are_known(end: str, tmp_path: Path) -> None:
+    assert open_tokenizer(words(tmp_path, "[UNK]", "[PAD]", end)).end_of_text == 2
+
+
+def test_where_both_stand_the_end_of_a_text_is_not_what_separates_sentences(tmp_path: Path) -> None:
+    assert open_tokenizer(words(tmp_path, "[UNK]", "[SEP]", "[EOS]")).end_of_text == 2
+
+
+@pytest.mark.parametrize("wanted", [None, "[SEP]"])
+def test_the_hint_for_the_end_of_a_text_can_be_pasted(wanted: str | None, tmp_path: Path) -> None:
+    folder = words(tmp_path, "[UNK]", "[PAD]", "[DOC_END]")
+    with pytest.raises(InputError, match=r"data\.end_of_text") as caught:
+        open_tokenizer(folder, end_of_text=wanted)
+    hint = str(caught.value.hint)
+    assert "others that look special: [UNK], [PAD]" in hint
+    option, change = shlex.split(hint[hint.index("--set") : hint.index(";")])
+    key, _, value = change.partition("=")
+    assert (option, key) == ("--set", "data.end_of_text")
+    assert open_tokenizer(folder, end_of_text=yaml.safe_load(value)).end_of_text == 2
 
 
 @pytest.mark.parametrize(

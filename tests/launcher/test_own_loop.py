@@ -278,3 +278,66 @@ def test_adapters_that_an_own_loop_trained_are_put_beside_a_model_that_is_given(
     plain = type(model)()
     plain.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     torch.testing.assert_close(plain(torch.ones(3, 4)), said)
+
+
+@pytest.mark.parametrize("how", ["repeated", "given"])
+def test_what_plain_python_began_goes_on_from_the_command_line(gradus: Gradus, script: str, how: str) -> None:
+    before = set((gradus.runs / "script").glob("*"))
+    process = python(gradus, script, STEP_SECONDS="0.1")
+    wait_until(lambda: set((gradus.runs / "script").glob("*")) - before)
+    run = only_run(gradus, "script", before)
+    wait_until(lambda: len(trained(run)) >= 3)
+    process.send_signal(signal.SIGTERM)
+    ended(process)
+    assert status(run)["state"] == "stopped"
+    step = committed(run)[-1]
+    # The second way gives the script its run by an argument as well, as its users do without gradus.
+    command = ["--nproc", "1", "--", script, f"runs/script/{run.name}"] if how == "given" else []
+    done = gradus("train", "--resume", str(run), *command)
+    assert done.code == 0, done.err
+    assert "no checkpoint" not in done.err
+    assert [row["step"] for row in trained(run) if row["attempt"] == 2] == list(range(step + 1, 41))
+    assert [event["ranks"] for event in events(run) if event["event"] == "launch"] == [1]
+
+
+def test_a_script_that_asks_for_another_run_than_the_chosen_one_is_refused(gradus: Gradus, script: str) -> None:
+    done = gradus("train", "--nproc", "1", "--run-id", "chosen", "--", script, "another")
+    assert done.code == 2
+    assert "gradus train has chosen the run already" in done.err
+
+
+def test_secrets_on_the_command_line_of_plain_python_are_not_recorded(gradus: Gradus) -> None:
+    loop = SCRIPT.replace("resume=sys.argv[1] if len(sys.argv) > 1 else None", "resume=None")
+    (gradus.folder / "secret.py").write_text(loop)
+    before = set((gradus.runs / "script").glob("*"))
+    code, _, err = ended(python(gradus, "secret.py", "--api-key", "canary-77"))
+    assert code == 0, err
+    run = only_run(gradus, "script", before)
+    assert "canary-77" not in (run / "attempts/1/command.json").read_text()
+    again = gradus("train", "--resume", str(run), "--json")
+    assert (again.code, "give it again" in again.json["error"]["hint"]) == (2, True)
+
+
+def test_a_loop_that_was_never_saved_says_that_it_starts_again(gradus: Gradus, script: str) -> None:
+    before = set((gradus.runs / "script").glob("*"))
+    assert ended(python(gradus, script, RAISE_ON_RANK="0"))[0] == 1
+    run = only_run(gradus, "script", before)
+    code, _, err = ended(python(gradus, script, str(run), RAISE_ON_RANK="0"))
+    assert (code, "no checkpoint: starts again from step 0" in err) == (1, True), err
+    done = gradus("train", "--resume", str(run))
+    assert done.code == 0, done.err
+    assert "no checkpoint: starts again from step 0" in done.err
+    assert [row["step"] for row in trained(run) if row["attempt"] == 3] == list(range(1, 41))
+
+
+def test_an_own_loop_of_plain_python_is_ended_at_once(gradus: Gradus, script: str) -> None:
+    before = set((gradus.runs / "script").glob("*"))
+    process = python(gradus, script, STEP_SECONDS="20")
+    wait_until(lambda: set((gradus.runs / "script").glob("*")) - before)
+    run = only_run(gradus, "script", before)
+    wait_until(lambda: status(run).get("pid") == process.pid)
+    done = gradus("runs", "stop", str(run), "--now")
+    assert done.code == 0, done.err
+    assert ended(process)[0] == -signal.SIGKILL
+    assert status(run)["state"] == "failed"
+    assert "gradus runs stop --now" in status(run)["last_error"]

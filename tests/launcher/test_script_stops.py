@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,12 @@ import pytest
 from gradus_command import Gradus, events, status, trained, wait_until
 from scripts_to_launch import living, write_scripts
 
+from gradus.launcher.attempt import Launch
 from gradus.launcher.processes import rank_processes
+from gradus.launcher.script import Script
+from gradus.launcher.script_stop import ScriptStop
+from gradus.record.directory import RunDirectory
+from gradus.record.stop import request_stop
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,3 +151,67 @@ def test_an_own_loop_tells_its_progress_stops_by_itself_and_says_how_it_ended(gr
     assert "the run saves after a few more steps" in done.err
     assert "problems" not in document
     assert [event["event"] for event in events(run)] == ["launch", "end"]  # it was not sent SIGTERM
+
+
+def test_now_ends_ranks_at_once_that_do_not_listen(gradus):
+    process, run, notes = waiting(gradus, "now", "children")
+    assert gradus("runs", "stop", "now").code == 0
+    wait_until(lambda: [event for event in events(run) if event["event"] == "stop-request"], process)
+    began = time.monotonic()
+    asked = gradus("runs", "stop", "now", "--now")
+    assert (asked.code, asked.out) == (0, "waits/now was ended at once\n")
+    done = gradus.end(process)
+    assert time.monotonic() - began < 10
+    assert (done.code, done.json["error"]["kind"]) == (1, "interrupted"), done.err
+    assert "gradus runs stop --now" in done.json["error"]["message"]
+    assert status(run)["state"] == "failed"
+    assert not saved(notes)
+    assert not living(run)
+    assert gradus("runs", "now", "--now", "--json").json["error"]["field"] == "--now"
+
+
+def test_a_launcher_that_is_only_asked_ends_its_ranks_at_once(gradus):
+    process, run, _ = waiting(gradus, "elsewhere", "children")
+    request_stop(RunDirectory(run), "somebody elsewhere", now=True)
+    done = gradus.end(process, timeout=20)
+    assert (done.code, done.json["error"]["kind"]) == (1, "interrupted"), done.err
+    assert "somebody elsewhere" in done.json["error"]["message"]
+    assert not living(run)
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "how"), [("SIGINT", "Ctrl-C again ends"), (None, "gradus runs stop {run} --now ends")]
+)
+def test_ranks_that_do_not_leave_are_named_now_and_then(tmp_path, signal_name, how):
+    run = RunDirectory.create(tmp_path, "waits")
+    launch = Launch(run, run.new_attempt(), Script("file", "waits.py", (), tmp_path), 2, 1)
+    said: list[str] = []
+    stop = ScriptStop(launch, said.append, patience_seconds=0.3, say_every_seconds=0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    ranks = [subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) for _ in range(2)]
+    for rank in ranks:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+    request_stop(run, "test")
+
+    def waited(who: str) -> None:
+        said.clear()
+        deadline = time.monotonic() + 10
+        while who not in said and time.monotonic() < deadline:
+            stop.poll(signal_name, lambda: {n: rank.pid for n, rank in enumerate(ranks) if rank.poll() is None})
+            time.sleep(0.02)
+        assert who in said, said
+
+    try:
+        stop.poll(signal_name, lambda: {n: rank.pid for n, rank in enumerate(ranks)})
+        assert not [line for line in said if "still waiting" in line], "they have their time first"
+        how = how.format(run=run.path)
+        waited(f"still waiting for ranks 0, 1 to leave; {how} them at once")
+        waited(f"still waiting for ranks 0, 1 to leave; {how} them at once")
+        ranks[0].kill()
+        ranks[0].wait()
+        waited(f"still waiting for rank 1 to leave; {how} it at once")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

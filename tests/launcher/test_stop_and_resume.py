@@ -136,3 +136,21 @@ def test_a_stop_before_the_first_step_is_a_stop_too(gradus):
     assert done.code == 75, done.err
     assert committed(run) == [done.json["step"]]
     assert done.json["step"] < 10
+
+
+def test_now_ends_a_recipe_at_once_and_the_next_attempt_says_that_it_starts_again(gradus):
+    recipe = gradus.recipe(steps=4)
+    run = gradus.run("now")
+    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "now", "--json", STEP_SECONDS="3")
+    wait_until(lambda: len(rank_processes(run)) == 2 and trained(run), process)
+    began = time.monotonic()
+    assert gradus("runs", "stop", str(run), "--now", "--json").json["ended"] is True
+    done = gradus.end(process)
+    assert time.monotonic() - began < 8
+    assert (done.code, done.json["error"]["message"]) == (1, "ended at once by gradus runs stop --now")
+    assert not rank_processes(run)
+    assert (status(run)["state"], committed(run)) == ("failed", [])
+    again = gradus("train", "--resume", str(run))
+    assert again.code == 0, again.err
+    assert "no checkpoint: starts again from step 0" in again.err
+    assert [row["step"] for row in trained(run) if row["attempt"] == 2] == [1, 2, 3, 4]

@@ -71,6 +71,29 @@ def test_a_users_own_metrics_are_shown_beside_the_validation_loss(run, clock):
     assert "  validation loss 1.5, top5 0.5, accuracy 87.5%  " in stream.getvalue()
 
 
+def test_lines_of_hooks_and_of_ema_do_not_hide_the_losses(run, clock):
+    stream = io.StringIO()
+    log = AppendLog(run.metrics_path)
+    train(run, 200)
+    log.write({"step": 200, "attempt": 1, "validation_loss": 1.5, "validation_accuracy": 0.5})
+    log.write({"step": 200, "attempt": 1, "validation_ema_loss": 1.25, "validation_ema_accuracy": 0.875})
+    log.write({"step": 200, "attempt": 1, "own": 1.0})
+    log.write({"step": 201, "attempt": 1, "own": 2.0})  # the loss of its step has not arrived yet
+    Display(run, 300, stream).close()
+    shown = "validation loss 1.5, accuracy 50.0%, ema_loss 1.25, ema_accuracy 87.5%"
+    assert stream.getvalue() == f"step 200/300  loss 0.025  {shown}  41.2 k tok/s  ETA 0:50\n"
+
+
+def test_numbers_that_were_written_before_those_of_their_step_do_not_hide_them(run, clock):
+    stream = io.StringIO()
+    log = AppendLog(run.metrics_path)
+    log.write({"step": 1, "attempt": 1, "own": 1.0})
+    log.write({"step": 2, "attempt": 1, "own": 1.0})
+    train(run, 1, 2)
+    Display(run, 300, stream).close()
+    assert stream.getvalue().startswith("step 2/300  loss 2.5  ")
+
+
 def test_a_validation_loss_of_discarded_work_is_not_shown(run, clock):
     stream = io.StringIO()
     train(run, 200)

@@ -47,6 +47,14 @@ def test_other_metrics_have_panels_of_their_own():
     assert figure.axes[0].get_yscale() == "log"
 
 
+def test_the_bare_name_of_a_metric_is_that_of_its_evaluations():
+    table = Table([{"step": 1, "loss": 4.0}, {"step": 2, "loss": 3.0, "validation_accuracy": 0.5}])
+    [panel] = drawn(plot_metrics({"run": table}, ["accuracy"]))
+    assert list(panel.values()) == [[(2, 0.5)]]
+    [panel] = drawn(plot_metrics({"run": LEFT}, ["loss"]))
+    assert list(panel.values()) == [[(1, 4.0), (2, 3.0)]], "what training logs is meant where there is such a column"
+
+
 def test_the_picture_shows_itself_and_can_be_saved(tmp_path):
     figure = plot_metrics({"run": LEFT})
     assert figure._repr_png_().startswith(b"\x89PNG")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import huggingface_cases
 import pytest
 import torch
+import yaml
 from torch import nn
 from training_cases import recipe_for
 
@@ -279,7 +282,7 @@ def test_a_data_file_that_raises_while_it_is_imported_is_told_with_its_line(file
 def test_items_that_are_neither_dict_nor_tuple_are_refused(files: Path) -> None:
     data = open_data(recipe(files, data="scalars"), "train")
     assert data is not None
-    with pytest.raises(InputError, match="an item is float, allowed: a dict or a tuple") as caught:
+    with pytest.raises(InputError, match="item 2 is float, allowed: a dict or a tuple") as caught:
         data.fetch(torch.arange(2).numpy())
     assert "(input, target)" in str(caught.value.hint)
 
@@ -314,3 +317,46 @@ def test_a_new_head_is_trained_beside_adapters() -> None:
     finished_model(recipe, model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {"body.lora_a", "body.lora_b", "head.weight", "head.bias"}
+
+
+def from_folder(path: Path, **model: Any) -> Recipe:
+    return Recipe.from_document(
+        {"name": "t", "batch": 2, "steps": 1, "optimizer": {"lr": 0.1}, "data": {"use": "synthetic-tokens"}}
+        | {"model": {"use": "huggingface", "path": str(path), **model}}
+    )
+
+
+def test_a_task_that_the_folder_is_not_of_does_not_start_a_new_head_in_silence(tmp_path: Path) -> None:
+    huggingface_cases.bert().save_pretrained(tmp_path)
+    classifying = {"task": "sequence-classification"}
+    with pytest.raises(InputError, match=r"is of task masked-lm, and lacks weights that sequence-cl") as caught:
+        build_model(from_folder(tmp_path, **classifying), CPU, torch.float32)
+    error = caught.value
+    head = ["classifier.bias", "classifier.weight"]
+    assert error.details["missing"] == ["bert.pooler.dense.bias", "bert.pooler.dense.weight", *head]
+    assert all(name in str(error) for name in head)
+    # What the hint says is what helps.
+    change = shlex.split(str(error.hint)[str(error.hint).index("--set") :])[1]
+    skip = yaml.safe_load(change.partition("=")[2])
+    assert skip == ["bert.pooler.*", "classifier.*"]
+    model = build_model(from_folder(tmp_path, **classifying, weights_skip=skip), CPU, torch.float32)
+    assert type(model).__name__ == "BertForSequenceClassification"
+    with pytest.raises(InputError, match=r"\(2\): classifier.bias, classifier.weight"):
+        build_model(from_folder(tmp_path, **classifying, weights_skip=["bert.pooler.*"]), CPU, torch.float32)
+    # A checkpoint that follows has all of them.
+    build_model(from_folder(tmp_path, **classifying), CPU, torch.float32, load_weights=False)
+
+
+def test_a_pattern_for_new_weights_that_the_folder_has_is_refused(tmp_path: Path) -> None:
+    huggingface_cases.bert("BertForSequenceClassification").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"'classifier.\*' names nothing that .* lacks"):
+        build_model(from_folder(tmp_path, weights_skip=["classifier.*"]), CPU, torch.float32)
+    for skip in ([], ["classifier.*"]):  # other classes are a new head that was asked for
+        build_model(from_folder(tmp_path, classes=7, weights_skip=skip), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5", "bart", "vit"])
+def test_a_folder_as_transformers_writes_it_lacks_nothing(kind: str, tmp_path: Path) -> None:
+    """Tied weights are written once, and positions that are only counted not at all."""
+    getattr(huggingface_cases, kind)().save_pretrained(tmp_path)
+    build_model(from_folder(tmp_path), CPU, torch.float32)

@@ -445,3 +445,60 @@ def test_an_answer_without_logits_is_refused() -> None:
 def test_a_dict_with_logits_will_do_as_a_dict_with_loss_does() -> None:
     found = losses(Model({"logits": logits(SAMPLES, 3)}), (0, TARGETS), loss="cross-entropy")
     assert found.count.item() == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "def loss(output, target):\n    return F.cross_entropy(output, target)",
+            "TypeError: .*must be Tensor, not tuple",
+        ),
+        ("def loss(output, target):\n    return (output - target).mean()", "TypeError: unsupported operand"),
+        ("def loss(output, target):\n    return output.mean() * target.float()", "AttributeError: 'tuple' object"),
+        ("def loss(batch, output):\n    return F.cross_entropy(output, batch[-1])", "TypeError: "),
+        ("def loss(output):\n    return output.mean()", "TypeError: .*1 positional argument but 2 were given"),
+        ("def loss(output, batch):\n    return {}['weight']", "KeyError: 'weight'"),
+    ],
+)
+@pytest.mark.parametrize("field", ["loss", "metrics"])
+def test_an_exception_in_a_users_loss_says_how_it_is_called(tmp_path: Path, body: str, words: str, field: str) -> None:
+    use = users_loss(tmp_path, f"import torch.nn.functional as F\n{body}\n")
+    changes = (
+        {"loss": use} if field == "loss" else {"loss": loss_of(tmp_path), "metrics": [{"use": use, "name": "own"}]}
+    )
+    with pytest.raises(InputError, match=f"{field}: .*mine.py:loss raised {words}") as caught:
+        evaluated(logits(SAMPLES, 3), (0, TARGETS.clamp(min=0)), **changes)
+    assert "(output, batch): the target is batch[-1] of a tuple, or batch['labels'] of a dict" in str(caught.value.hint)
+    if "1 positional" not in words:
+        assert f"mine.py, line 3: {body.splitlines()[-1].strip()}" in str(caught.value.hint)
+    else:
+        assert "objective.py" not in str(caught.value.hint), "the mistake is not there"
+
+
+def test_shapes_that_do_not_fit_in_a_users_loss_are_told_as_shapes(tmp_path: Path) -> None:
+    use = users_loss(tmp_path, "def loss(output, batch):\n    return (output - batch[-1]).mean()\n")
+    with pytest.raises(InputError, match=r"the model's output: .*\[6, 3\]"):
+        losses(Model(logits(SAMPLES, 3)), (0, torch.zeros(5)), loss=use)
+
+
+def test_what_may_be_the_machines_fault_is_no_bad_input(tmp_path: Path) -> None:
+    use = users_loss(tmp_path, "def loss(output, batch):\n    raise RuntimeError('NCCL timeout')\n")
+    with pytest.raises(RuntimeError, match="NCCL timeout"):
+        losses(Model(logits(SAMPLES, 3)), (0, TARGETS), loss=use)
+
+
+@pytest.mark.parametrize(
+    ("count", "found", "hint"),
+    [
+        ("output.abs().mean()", r"a tensor of shape \(\) with a gradient", "add the two losses up yourself"),
+        ("-1", "-1", "number of valid tokens"),
+        ("float('nan')", "nan", "number of valid tokens"),
+        ("True", "True", "number of valid tokens"),
+    ],
+)
+def test_two_losses_are_not_taken_for_a_sum_and_a_count(tmp_path: Path, count: str, found: str, hint: str) -> None:
+    use = users_loss(tmp_path, f"def loss(output, batch):\n    return output.mean(), {count}\n")
+    with pytest.raises(InputError, match=f"a count that is {found}") as caught:
+        losses(nn.Linear(2, 3), (torch.ones(4, 2), torch.zeros(4)), 4, loss=use)
+    assert hint in str(caught.value.hint)

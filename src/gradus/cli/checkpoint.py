@@ -53,7 +53,7 @@ def import_(
 def export(
     run: RunArgument,
     out: Annotated[str, typer.Option("--out", metavar="FOLDER", help="A new folder.")],
-    layout: Annotated[str, typer.Option("--layout", help="gradus, or huggingface (gpt and bert).")] = "gradus",
+    layout: Annotated[str, typer.Option("--layout", help="gradus, huggingface (transformers, gpt, bert).")] = "gradus",
     step: Annotated[int | None, typer.Option("--step", help="Of which step. Default: the newest.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapters of lora, not merged.")] = False,
     recipe: RecipeOption = None,

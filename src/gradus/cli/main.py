@@ -69,16 +69,17 @@ def train(
 @app.command("runs")
 def runs_(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN | stop RUN]", help="A path, an id or a name.")
+        list[str] | None, typer.Argument(metavar="[RUN | stop RUN [--now]]", help="A path, an id or a name.")
     ] = None,
     runs: RunsOption = "runs",
     export: Annotated[str | None, typer.Option("--export", help="Write the metrics for: tensorboard.")] = None,
+    now: Annotated[bool, typer.Option("--now", help="With stop: end it at once, without a save.")] = False,
     json: JsonOption = False,
 ) -> None:
     """List runs, show one, or ask one to save and stop."""
     from gradus.cli.runs import runs_command
 
-    raise typer.Exit(run_command(lambda: runs_command(words or [], runs, export, json), json))
+    raise typer.Exit(run_command(lambda: runs_command(words or [], runs, export, json, now=now), json))
 
 
 @app.command()

@@ -7,6 +7,8 @@ from typing import Any
 
 from gradus.cli.output import print_json
 from gradus.launcher.attempt import is_of_a_script, last_attempt
+from gradus.launcher.ending_at_once import end_at_once
+from gradus.launcher.processes import attempt_processes
 from gradus.launcher.script import COMMAND_FILE, Script
 from gradus.record.directory import RunDirectory, find_runs
 from gradus.record.events import read_events
@@ -21,9 +23,16 @@ from gradus.schema.errors import InputError, unknown_name
 _SHOWN_EVENTS = 12
 
 
-def runs_command(words: list[str], runs: str, export: str | None, as_json: bool) -> int:
+def runs_command(words: list[str], runs: str, export: str | None, as_json: bool, *, now: bool = False) -> int:
     if len(words) > 1:
-        return _stop(words, runs, as_json)
+        return _stop(words, runs, as_json, now=now)
+    if now:
+        raise InputError(
+            "--now: found it without stop",
+            hint=f"gradus runs stop {words[0] if words else 'RUN'} --now",
+            field="--now",
+            found=" ".join(words),
+        )
     run = words[0] if words else None
     if export is not None and export != "tensorboard":
         raise unknown_name("exporter", export, ["tensorboard"], field="--export")
@@ -54,8 +63,8 @@ def runs_command(words: list[str], runs: str, export: str | None, as_json: bool)
     return 0
 
 
-def _stop(words: list[str], runs: str, as_json: bool) -> int:
-    """`gradus runs stop RUN`."""
+def _stop(words: list[str], runs: str, as_json: bool, *, now: bool) -> int:
+    """`gradus runs stop RUN [--now]`."""
     if words[0] != "stop" or len(words) != 2:
         raise InputError(
             f"RUN: found {len(words)} words: {' '.join(words)}",
@@ -67,13 +76,24 @@ def _stop(words: list[str], runs: str, as_json: bool) -> int:
     directory = RunDirectory.open(words[1], Path(runs))
     status = read_status(directory)
     state = shown_state(status) if status else "unknown"
-    if status is None or state != "running" or writer_is_gone(status):
+    running = status is not None and state == "running" and not writer_is_gone(status)
+    if now and status is not None and state in ("running", "lost"):  # what hangs may have no heartbeat any more
+        running = running or bool(attempt_processes(directory.path, status.attempt))
+    if status is None or not running:
         raise InputError(
             f"{directory.name}/{directory.id} is not running: {'lost' if state == 'running' else state}",
             hint=f"gradus runs {directory.name}/{directory.id}",
             found=state,
             allowed="running",
         )
+    if now:
+        ended = end_at_once(directory, status)
+        if as_json:
+            print_json({"run": str(directory.path), "requested": "end", "ended": ended})
+        else:
+            what = "ended" if ended else f"asked to end on {status.host}"
+            print(f"{directory.name}/{directory.id} was {what} at once")
+        return 0
     request_stop(directory, "gradus runs stop")
     if as_json:
         print_json({"run": str(directory.path), "requested": "stop"})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gradus.cli.output import print_error, print_json, shown
 from gradus.launcher.attempt import Launch, is_of_a_script
-from gradus.launcher.dry_run import finish_dry_run
+from gradus.launcher.dry_run import finish_dry_run, remove_dry_run
 from gradus.launcher.ending import Departure, last_validation, note_failure, result_of
 from gradus.launcher.following import POLL_SECONDS, Following, following
 from gradus.launcher.local import dry_run_variables, launch_local
@@ -148,7 +148,12 @@ def _train_recipe(options: TrainOptions) -> int:
         resume=options.resume,
         dry_run=options.dry_run,
     )
-    result = _debug(launch, options.as_json) if options.debug else launch_local(launch)
+    try:
+        result = _debug(launch, options.as_json) if options.debug else launch_local(launch)
+    except BaseException:  # which tells everything: there is no log that it could point to
+        if options.dry_run:
+            remove_dry_run(launch)
+        raise
     if options.dry_run:
         _report_dry_run(result, finish_dry_run(launch, result), options.as_json)
     elif options.as_json:
@@ -263,18 +268,18 @@ def _report_script(result: Result) -> None:
 def _report_dry_run(result: Result, summary: list[str], as_json: bool) -> None:
     if as_json:
         document = {**result.document(), "dry_run": True, "summary": summary}
-        print_json(document if result.error else {**document, "run": None})
-    elif not _told_of_failure(result):
+        print_json({**document, "run": None})
+    elif not _told_of_failure(result, kept=False):
         print("\n".join([*summary, "dry run: everything was built and one step was made; nothing was kept"]))
 
 
-def _told_of_failure(result: Result) -> bool:
+def _told_of_failure(result: Result, *, kept: bool = True) -> bool:
     for problem in result.problems:
         print(f"warning: {problem}", file=sys.stderr)
     if result.error is None:
         return False
     print_error(result.error)  # last, where the eye is
-    if result.step:
+    if result.step and kept:
         print(f"run: {shown(result.run.path)}, which got to step {result.step}", file=sys.stderr)
     return True
 

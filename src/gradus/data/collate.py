@@ -64,6 +64,8 @@ def _explained(error: Exception, items: Sequence[Any]) -> InputError:
 
 def _entries(item: Any, prefix: str = "") -> dict[str, str]:
     """Every entry of a sample, with its shape or type."""
+    if not isinstance(item, (Mapping, tuple, list)):
+        return {"a sample": type(item).__name__}
     pairs = item.items() if isinstance(item, Mapping) else enumerate(item)
     found: dict[str, str] = {}
     for name, value in pairs:

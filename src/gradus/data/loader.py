@@ -23,6 +23,7 @@ from gradus.data.order import indices_at, stable_hash
 from gradus.data.source import Source
 from gradus.data.split import Part
 from gradus.schema.errors import GradusError, InputError
+from gradus.schema.user_code import user_code
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 Request = tuple[int, int]  # (first position, real samples) of a micro-batch
@@ -97,17 +98,17 @@ class Indexed:
         """A batch in raw form, as tensors in host memory; `position` is that of its first sample in the stream."""
         if self.source is not None:
             return _tensors(self.source.fetch(indices))
-        items = []
-        for offset, index in enumerate(indices):
+        items: list[Any] = []
+        for offset, (index, number) in enumerate(zip(indices, self.numbers_of(indices), strict=True)):
             _seed_for_sample(seed, position + offset)
-            items.append(self.dataset[int(index)])
-        if not isinstance(items[0], (Mapping, tuple, list)):
-            raise InputError(
-                f"data.use: an item is {type(items[0]).__name__}, allowed: a dict or a tuple",
-                hint="return (input, target), or a dict whose keys are the model's arguments",
-                field="data.use",
-            )
-        batch = self._collate(items)
+            with user_code("data.use", f"item {number}"):
+                item = self.dataset[int(index)]
+            # A user's own collate may know what to do with other items of a batch.
+            if not isinstance(item, (Mapping, tuple, list)) and (self._collate is collated or not items):
+                raise _not_a_sample(item, number)
+            items.append(item)
+        with user_code("data.use", "collate"):
+            batch = self._collate(items)
         return tuple(batch) if isinstance(batch, list) else batch
 
     def numbers_of(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -208,6 +209,15 @@ class _Fetch(Dataset[Any]):
             return self._dataset.fetch(self.indices([request]), self._seed or 0, request[0])
         except GradusError as error:
             return error  # raised by whoever asked: torch would wrap it in the traceback of its worker
+
+
+def _not_a_sample(item: Any, number: int) -> InputError:
+    hint = "return (input, target), or a dict whose keys are the model's arguments"
+    if item is None:
+        hint = "is a `return` missing? leave samples that cannot be used out of the dataset and its length; " + hint
+    return InputError(
+        f"data.use: item {number} is {type(item).__name__}, allowed: a dict or a tuple", hint=hint, field="data.use"
+    )
 
 
 def _as_fetched(batch: Any) -> Any:

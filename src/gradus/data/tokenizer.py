@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +30,11 @@ TIKTOKEN_PATTERNS = {
 TIKTOKEN_ENDS = {("cl100k", 100_256): 100_257}
 END_OF_TEXT = "<|endoftext|>"
 # What well-known tokenizers call it; a tokenizer_config.json beside the file goes before.
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "<|eos|>", "[EOS]", "[SEP]")
 MASKS = ("[MASK]", "<mask>")
+_SPECIAL = re.compile(r"\[[A-Za-z_]\w*\]|</?[^<>\s'\"]+>")  # what is mostly written in brackets: [CLS], <s>, <|pad|>
+_LIKE_AN_END = re.compile(r"end|eo[stdm]|sep|/s", re.IGNORECASE)
+_SPECIAL_SHOWN = 5
 
 Ids = NDArray[Any]
 
@@ -232,14 +236,23 @@ def _end_of_text(file: Path, vocabulary: dict[str, int], wanted: str | None, con
     if wanted is not None:
         if wanted not in vocabulary:
             message = f"found {wanted!r}, which is no token of {file}"
-            raise refused(message, wanted, "a token of the tokenizer", key="end_of_text")
+            raise refused(message, wanted, "a token of the tokenizer", _naming_an_end(vocabulary), key="end_of_text")
         return vocabulary[wanted]
     found = next((name for name in (configured, *ENDS) if name in vocabulary), None)
     if found is None:
         message = f"missing, and {file} has none of {', '.join(ENDS)}"
-        hint = "name the token that shall separate documents: --set data.end_of_text=TOKEN"
-        raise refused(message, None, "a token of the tokenizer", hint, key="end_of_text")
+        raise refused(message, None, "a token of the tokenizer", _naming_an_end(vocabulary), key="end_of_text")
     return vocabulary[found]
+
+
+def _naming_an_end(vocabulary: dict[str, int]) -> str:
+    """How to name the end of a text, in quotes that a shell and YAML need for brackets, with a token that is there."""
+    special = sorted((name for name in vocabulary if _SPECIAL.fullmatch(name)), key=vocabulary.__getitem__)
+    likely = [name for name in (*ENDS, *special) if name in vocabulary and _LIKE_AN_END.search(name)]
+    example = next(iter([*likely, *special]), "TOKEN")
+    others = [name for name in special if name != example][:_SPECIAL_SHOWN]
+    hint = f"name the token that shall separate documents: --set 'data.end_of_text={json.dumps(example)}'"
+    return hint + (f"; others that look special: {', '.join(others)}" if others else "")
 
 
 def _tiktoken_ranks(file: Path, content: bytes) -> dict[bytes, int]:

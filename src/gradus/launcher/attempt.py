@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from gradus.checkpoint.manifest import committed_steps
 from gradus.hardware.detect import Machine, detect_machine
 from gradus.hardware.torch_build import check_torch_can_use, installed_torch
 from gradus.launcher.script import COMMAND_FILE, Script
@@ -20,6 +21,8 @@ from gradus.record.status import Status, read_status, shown_state, write_status,
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
+
+STARTS_OVER = "no checkpoint: starts again from step 0"
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,16 @@ def write_attempt(run: RunDirectory, cluster: Cluster, machine: Machine, files: 
         (folder / name).write_text(text)
     run.stop_file.unlink(missing_ok=True)  # a request that stopped the last attempt has been answered
     before = read_status(run)
-    step = before.step if before else 0
+    step = before.step if before and not starts_over(run, attempt) else 0
     write_status(run, Status("running", step, attempt=attempt, host=socket.gethostname(), pid=os.getpid()))
     return attempt
+
+
+def starts_over(run: RunDirectory, attempt: int) -> bool:
+    """Whether an attempt goes on with a run that was never saved. Where a script without our loop saves is its own."""
+    earlier = [number for number in run.attempts if number < attempt]
+    is_ours = any((run.attempt_path(number) / "recipe.yaml").exists() for number in earlier)
+    return is_ours and not committed_steps(run.checkpoints)
 
 
 def last_attempt(run: RunDirectory) -> Path:

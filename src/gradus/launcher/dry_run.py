@@ -1,4 +1,4 @@
-"""A dry run: everything is built on all ranks, one step is made, and nothing is left behind unless it fails."""
+"""A dry run: all is built on all ranks, one step is made, and nothing is left behind but the log of one that fails."""
 
 from __future__ import annotations
 
@@ -24,13 +24,33 @@ def folders_for_dry_run(runs: Path) -> tuple[Path, ...]:
 
 
 def finish_dry_run(launch: Launch, result: Result) -> list[str]:
-    """What was built, as rank 0 tells it. The directory of a dry run that went well is removed."""
+    """What was built, as rank 0 tells it. Nothing stays but the log to which the error of one that failed points."""
     outcome = read_outcome(launch.run, launch.attempt) or {}
     summary = [str(line) for line in outcome.get("summary", [])]
-    if result.error is None:
-        folder, *above = launch.made_for_dry_run
-        shutil.rmtree(folder)
-        with contextlib.suppress(OSError):  # another run has begun there meanwhile
-            for parent in above:
-                parent.rmdir()
+    if result.error is not None and "log" in result.error:
+        _remove_all_but(Path(result.error["log"]), launch.made_for_dry_run[0])
+    else:
+        remove_dry_run(launch)
     return summary
+
+
+def remove_dry_run(launch: Launch) -> None:
+    """Nothing is left behind."""
+    folder, *above = launch.made_for_dry_run
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # another run has begun there meanwhile
+        for parent in above:
+            parent.rmdir()
+
+
+def _remove_all_but(kept: Path, folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry == kept:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            if kept.is_relative_to(entry):
+                _remove_all_but(kept, entry)
+            else:
+                shutil.rmtree(entry)
+        else:
+            entry.unlink()

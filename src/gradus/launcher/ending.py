@@ -22,7 +22,6 @@ from gradus.schema.errors import EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_FINISHED
 
 # Python ends by itself, or, now and then, threads of torch abort it when it has said everything.
 _WITH_WORDS = (None, "SIGABRT")
-_INTERRUPTED = {"kind": "interrupted", "message": "ended at once by a second interrupt", "hint": None}
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,11 @@ class Departure:
     """How the ranks left, as their launcher saw it."""
 
     return_code: int  # of torchrun
-    at_once: bool = False  # by a second interrupt
+    at_once: bool = False  # by a second interrupt, or by somebody who said `gradus runs stop --now`
     stop_reason: str | None = None  # why the ranks of a script were sent SIGTERM
     said: Mapping[int, Sequence[str]] = field(default_factory=dict)  # the last lines of each rank
     problems: Sequence[str] = ()
+    at_once_by: str = "a second interrupt"
 
 
 def result_of(launch: Launch, departure: Departure) -> Result:
@@ -66,6 +66,15 @@ def note_failure(launch: Launch, error: BaseException) -> None:
     _write_end(launch, {"state": "failed", "exit_code": EXIT_FAILED}, document, (), ranks_told=True)
 
 
+def note_end_at_once(run: RunDirectory, attempt: int, by: str) -> None:
+    """The end of an attempt that was killed and had no launcher that could tell of it."""
+    error = _interrupted(by)
+    _settle_status(run, "failed", error["message"])
+    events = EventWriter(run, f"launcher-attempt-{attempt}")
+    events.write("end", attempt=attempt, state="failed", exit_code=EXIT_FAILED, error=error)
+    events.close()
+
+
 def last_validation(run: RunDirectory) -> dict[str, float]:
     """The numbers of the last evaluation, under their keys in metrics.jsonl."""
     for row in reversed(read_metrics(run)):
@@ -82,7 +91,7 @@ def _rank_outcome(launch: Launch, outcome: dict[str, Any] | None, departure: Dep
     if outcome is not None and not failed_late and (outcome.get("error") or {}).get("kind") != "lost-peer":
         return outcome
     if departure.at_once:
-        died: dict[str, Any] | None = _INTERRUPTED
+        died: dict[str, Any] | None = _interrupted(departure.at_once_by)
     else:
         died = next((death.document() for death in _deaths(launch)), None)
     if outcome is not None and died is None and not failed_late:
@@ -92,6 +101,10 @@ def _rank_outcome(launch: Launch, outcome: dict[str, Any] | None, departure: Dep
     return {**(outcome or {}), "state": "failed", "exit_code": EXIT_FAILED, "error": error}
 
 
+def _interrupted(by: str) -> dict[str, Any]:
+    return {"kind": "interrupted", "message": f"ended at once by {by}", "hint": None}
+
+
 def _only_aborted(deaths: Sequence[Death]) -> bool:
     return bool(deaths) and all(death.signal in ("SIGABRT", "SIGTERM") for death in deaths)  # SIGTERM: of its peers
 
@@ -99,7 +112,7 @@ def _only_aborted(deaths: Sequence[Death]) -> bool:
 def _script_outcome(launch: Launch, script: Script, departure: Departure) -> dict[str, Any]:
     """How a script ended that says nothing of itself but its exit codes."""
     if departure.at_once:
-        return {"state": "failed", "exit_code": EXIT_FAILED, "error": _INTERRUPTED}
+        return {"state": "failed", "exit_code": EXIT_FAILED, "error": _interrupted(departure.at_once_by)}
     if departure.stop_reason is not None:  # whatever it made of it
         return {"state": "stopped", "exit_code": EXIT_STOPPED, "reason": departure.stop_reason}
     if departure.return_code == 0:

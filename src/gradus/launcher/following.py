@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from types import FrameType
 from typing import TextIO
 
-from gradus.launcher.attempt import Launch
+from gradus.launcher.attempt import STARTS_OVER, Launch, starts_over
 from gradus.record.directory import RunDirectory
 from gradus.record.display import Display
 from gradus.record.events import EventWriter, Messages, rank_writer
@@ -137,6 +137,8 @@ def following(
     followed = Following(launch, display)
     where = "a dry run" if launch.dry_run else f"run {run.path}"
     followed.say(f"{run.name}: {ranks} rank{'s' if ranks > 1 else ''}, {where}")
+    if starts_over(run, launch.attempt):
+        followed.say(STARTS_OVER)
     try:
         with _handled(followed.signals):
             yield followed

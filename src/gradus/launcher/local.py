@@ -25,10 +25,12 @@ from gradus.launcher.script_stop import ScriptStop
 from gradus.launcher.torchrun import free_port, port_taken_in_log, rank_environment, torchrun_command
 from gradus.record.lock import release
 from gradus.record.outcome import read_outcome
+from gradus.record.stop import requested_end
 from gradus.schema.cluster import Cluster
 
 _RANK_MODULE = "gradus.training.rank"
 _KILL_AFTER_SECONDS = 3.0
+_LOOK_EVERY_SECONDS = 1.0
 _NEVER_MET = (
     "no rank ever connected to another: unless the script shares out its work by RANK itself, all {ranks} ranks did "
     "the same. Call torch.distributed.init_process_group() and wrap the model in DistributedDataParallel, or use the "
@@ -104,13 +106,17 @@ def _run_torchrun(launch: Launch, followed: Following, stdout: TextIO | None) ->
         if launch.script and not followed.quiet:
             output.show(stdout or sys.stdout, sys.stderr)
         script = _ScriptWatch(launch, followed, port) if launch.script else None
+        look_at, ended_by = 0.0, None
         try:
             while process.poll() is None:
                 followed.poll()
                 output.poll()
                 if script:
                     script.poll(process.pid)
-                if followed.signals.at_once:
+                if time.monotonic() >= look_at:  # from a machine that cannot kill them it is only asked for
+                    look_at = time.monotonic() + _LOOK_EVERY_SECONDS
+                    ended_by = requested_end(launch.run)
+                if followed.signals.at_once or ended_by:
                     _end_now(process)
                 time.sleep(POLL_SECONDS)
         finally:
@@ -119,12 +125,14 @@ def _run_torchrun(launch: Launch, followed: Following, stdout: TextIO | None) ->
             output.close()
     if script:
         script.met.poll(now=True)
+    ended_by = requested_end(launch.run)
     return Departure(
         process.returncode,
-        followed.signals.at_once,
+        followed.signals.at_once or ended_by is not None,
         script.stop.reason if script else None,
         {rank: output.last_words(rank) for rank in range(launch.ranks)},
         script.problems(process.returncode) if script else (),
+        at_once_by=ended_by or "a second interrupt",
     )
 
 
@@ -138,7 +146,7 @@ class _ScriptWatch:
         self.met = Rendezvous(port)
 
     def poll(self, torchrun: int) -> None:
-        self.stop.poll(self._signals.first, lambda: rank_processes(torchrun).values())
+        self.stop.poll(self._signals.first, lambda: rank_processes(torchrun))
         if self._launch.ranks > 1:
             self.met.poll(lambda: rank_processes(torchrun).values())
 

@@ -107,6 +107,19 @@ def script_from(command: Sequence[str], directory: Path | None = None) -> Script
     return Script("executable", first, tuple(rest), directory)
 
 
+def script_of_this_process(ranks: int) -> Script | None:
+    """The script that Python was started with, if it is one that can be started again: not somebody who types."""
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules or not os.path.isfile(sys.argv[0]):
+        return None
+    first, *rest = sys.argv
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    command = ["-m", spec.name, *rest] if spec is not None else [first, *rest]
+    try:
+        return with_ranks(script_from(command), ranks)
+    except InputError:  # neither a Python file nor executable, or a module that was found in some other way
+        return None
+
+
 def with_ranks(script: Script, ranks: int) -> Script:
     return replace(script, ranks=ranks)
 

@@ -7,18 +7,23 @@ The model stays what it is, an instance of a class derived from its own: the nam
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradus.models.huggingface_settings import HuggingFaceSettings
+from gradus.models.huggingface_settings import HuggingFaceSettings, read_config, task_of
 from gradus.models.layers import require_length
 from gradus.models.output import classification_loss
 from gradus.schema.errors import InputError, unknown_name
+from gradus.schema.patterns import NAMES_SHOWN
 
 _AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -27,6 +32,16 @@ _AUTO_CLASSES = {
     "sequence-classification": "AutoModelForSequenceClassification",
     "image-classification": "AutoModelForImageClassification",
 }
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """What a folder did not have for the model that was built from it."""
+
+    folder: str
+    task: str
+    missing: tuple[str, ...]
+    reshaped: tuple[str, ...]  # a head for another number of classes, which the recipe asks for
 
 
 def build(settings: HuggingFaceSettings) -> nn.Module:
@@ -83,7 +98,53 @@ def _from_folder(automatic: Any, settings: HuggingFaceSettings) -> nn.Module:
             field="model.path",
             found=settings.path,
         )
+    reshaped = {name for name, *_ in report["mismatched_keys"]}
+    new = NewWeights(str(settings.path), str(settings.task), tuple(sorted(missing - reshaped)), tuple(sorted(reshaped)))
+    model.gradus_new_weights = new  # type: ignore[assignment]
     return model
+
+
+def require_known_weights(model: nn.Module, skip: Sequence[str]) -> None:
+    """Refuse a model of which parts started anew that the recipe (`model.weights_skip`) does not name."""
+    new: NewWeights | None = getattr(model, "gradus_new_weights", None)
+    if new is None:
+        return
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in (*new.missing, *new.reshaped)):
+            raise InputError(
+                f"model.weights_skip: {pattern!r} names nothing that {new.folder} lacks; what it has is read",
+                field="model.weights_skip",
+                found=pattern,
+                allowed=[*new.missing, *new.reshaped],
+            )
+    unnamed = [name for name in new.missing if not any(fnmatchcase(name, pattern) for pattern in skip)]
+    if not unnamed:
+        return
+    own = task_of(read_config(Path(new.folder)).get("architectures") or ())
+    of = f"is of task {own}" if own else "does not say what task it is of"
+    patterns = json.dumps([*skip, *_whole_parts(unnamed, [name for name, _ in model.named_parameters()])])
+    shown = ", ".join(unnamed[:NAMES_SHOWN])
+    more = f", ... and {len(unnamed) - NAMES_SHOWN} more" if len(unnamed) > NAMES_SHOWN else ""
+    raise InputError(
+        f"model.path: {new.folder} {of}, and lacks weights that {new.task} needs ({len(unnamed)}): {shown}{more}",
+        hint=("" if own in (None, new.task) else f"is task: {own} meant? ")
+        + f"to start these with new ones: --set 'model.weights_skip={patterns}'",
+        field="model.path",
+        found=new.folder,
+        missing=unnamed,
+    )
+
+
+def _whole_parts(missing: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Patterns for the missing names: of the largest parts of the model of which nothing was found."""
+    found = set(names) - set(missing)
+    patterns: dict[str, None] = {}
+    for name in missing:
+        steps = name.split(".")
+        parts = (".".join(steps[:count]) + "." for count in range(1, len(steps)))
+        whole = next((part for part in parts if not any(other.startswith(part) for other in found)), None)
+        patterns[name if whole is None else f"{whole}*"] = None
+    return list(patterns)
 
 
 def _configuration(transformers: Any, settings: HuggingFaceSettings) -> Any:

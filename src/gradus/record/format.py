@@ -35,4 +35,4 @@ def number_text(value: float) -> str:
 
 def metric_text(name: str, value: float) -> str:
     """A metric by its name: a part of one as a percentage, anything else as a number."""
-    return f"{value:.1%}" if name == "accuracy" else number_text(value)
+    return f"{value:.1%}" if name.removeprefix("ema_") == "accuracy" else number_text(value)

@@ -50,6 +50,8 @@ def _checked(tables: Mapping[str, Table], names: Sequence[str]) -> list[str]:
     known = list(dict.fromkeys(name for table in tables.values() for name in table.columns if _is_number(table, name)))
     if not known:
         raise InputError("plot: the run has logged no step yet", hint="plot again when it has, or see result.log()")
+    # Metrics of the recipe are measured in evaluations alone: `accuracy` can only mean `validation_accuracy`.
+    names = [VALIDATION + name if name not in known and VALIDATION + name in known else name for name in names]
     for name in names:
         if name not in known:
             raise unknown_name("metric", name, known, field="plot")

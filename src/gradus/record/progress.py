@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from gradus.record.append_log import LogTail
@@ -41,12 +42,16 @@ class Progress:
         for record in records:
             if "step" not in record:
                 continue
-            if self._evaluation and position(record) < position(self._evaluation):
+            old = self._evaluation
+            if old and not _same_attempt(old, record) and position(record) < position(old):
                 self._evaluation = {}  # of work that a later attempt discarded
             if is_evaluation(record):
-                self._evaluation = record
+                self._evaluation = _with_its_step(self._evaluation, record)
             else:
-                self._training = record
+                # Hooks and own loops write lines of their own, also before the numbers of their step have arrived.
+                further = "loss" in self._training and "loss" not in record and _same_attempt(self._training, record)
+                if not further or self._training["step"] == record["step"]:
+                    self._training = _with_its_step(self._training, record)
                 if record.get("step_seconds"):
                     self._step_seconds.append(record["step_seconds"])
         return bool(records)
@@ -68,6 +73,16 @@ class Progress:
             left_seconds = (self.steps_total - step) * statistics.median(self._step_seconds)
             parts.append(f"ETA {duration_text(left_seconds)}")
         return "  ".join(parts)
+
+
+def _same_attempt(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return bool(one.get("attempt") == other.get("attempt"))
+
+
+def _with_its_step(known: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record, with what earlier lines said of the same step."""
+    same = known.get("step") == record["step"] and _same_attempt(known, record)
+    return {**known, **record} if same else dict(record)
 
 
 def speed_text(tokens_per_second: float | None, samples_per_second: float | None) -> str | None:

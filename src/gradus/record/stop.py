@@ -10,16 +10,26 @@ from pathlib import Path
 from gradus.record.directory import RunDirectory
 
 
-def request_stop(run: RunDirectory, reason: str) -> None:
-    """Ask the run to save and leave. It appears whole or not at all."""
+def request_stop(run: RunDirectory, reason: str, *, now: bool = False) -> None:
+    """Ask the run to save and leave, or, `now`, to end without. The file appears whole or not at all."""
     temporary = run.stop_file.with_name(f"stop.{os.getpid()}")
-    temporary.write_text(json.dumps({"reason": reason, "time": datetime.now(timezone.utc).isoformat()}))
+    document = {"reason": reason, "time": datetime.now(timezone.utc).isoformat()}
+    temporary.write_text(json.dumps({**document, **({"now": True} if now else {})}))
     temporary.replace(run.stop_file)
 
 
 def requested_stop(run: RunDirectory) -> str | None:
     """Why the run was asked to stop, if it was."""
     return reason_in(run.stop_file)
+
+
+def requested_end(run: RunDirectory) -> str | None:
+    """Who asked the run to end at once, if somebody did."""
+    try:
+        document = json.loads(run.stop_file.read_text())
+        return str(document["reason"]) if document.get("now") else None
+    except (OSError, ValueError, AttributeError, KeyError):
+        return None
 
 
 def reason_in(stop_file: Path) -> str | None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,16 @@ from gradus.data.loader import Indexed
 from gradus.data.source import open_source
 from gradus.data.split import Part, Split, scattered
 from gradus.models import catalogue
+from gradus.models.huggingface import require_known_weights
 from gradus.planner.resolve import data_options
 from gradus.schema.callables import import_callable, is_import_path
-from gradus.schema.errors import GradusError, InputError, unknown_name
+from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.recipe import Recipe
+from gradus.schema.user_code import user_code
 from gradus.training.freezing import freeze
 from gradus.training.lora import with_lora
 from gradus.training.pretrained import load_pretrained
 from gradus.training.randomness import seed_for_construction
-from gradus.training.user_lines import users_line
 
 
 def build_model(recipe: Recipe, device: torch.device, dtype: torch.dtype, *, load_weights: bool = True) -> nn.Module:
@@ -43,6 +42,8 @@ def finished_model(recipe: Recipe, model: nn.Module, *, load_weights: bool = Tru
     """A model that was built already, with the recipe's weights, adapters and freezing."""
     if recipe.model.weights is not None and (load_weights or recipe.lora is not None):
         load_pretrained(model, Path(recipe.model.weights), recipe.model.weights_skip)
+    elif load_weights:  # where a checkpoint follows, what a folder lacks does not matter
+        require_known_weights(model, recipe.model.weights_skip)
     if recipe.lora is not None:
         model = with_lora(model, recipe.lora, recipe.seed)
         for name, parameter in model.named_parameters():
@@ -164,21 +165,3 @@ def _check_arguments(function: Callable[..., Any], field: str, use: str, options
         if parameter.default is parameter.empty and parameter.name not in options:
             key = f"{block}.{parameter.name}"
             raise InputError(f"{key}: missing, and {use} needs it", field=key)
-
-
-@contextmanager
-def user_code(field: str, use: str) -> Iterator[None]:
-    """An exception in the user's own function is bad input: it names the function and shows where it went wrong."""
-    try:
-        yield
-    except GradusError:
-        raise
-    except Exception as error:
-        last = users_line(error) or traceback.extract_tb(error.__traceback__)[-1]
-        raise InputError(
-            f"{field}: {use} raised {type(error).__name__}: {error}",
-            hint=f"the error is in {last.filename}, line {last.lineno}: {last.line}",
-            field=field,
-            found=use,
-            traceback="".join(traceback.format_exception(error)),
-        ) from error

@@ -6,6 +6,7 @@ Of a run with adapters (lora) the base is built again and both are merged, unles
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -85,16 +86,23 @@ def _whole_model(saved: Saved) -> nn.Module:
 
 def export(saved: Saved, out: Path, layout: ExportLayout = "gradus", *, adapter: bool = False) -> list[Path]:
     """Write a checkpoint's model to a new folder. The files that were written."""
+    files: Files
+    model: Any = None
     if adapter:
         files = _adapter_files(saved)
     elif layout == "gradus":
         files = {SINGLE: _own_tensors(saved)}
-    else:
+    elif _has_our_layers(saved):
         files = _hugging_face_files(saved)
+    else:
+        files, model = {}, _transformers_model(saved)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out: {out} exists already", hint="name a new folder", field="--out", found=str(out))
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if model is not None:
+            model.save_pretrained(out)
+            return sorted(out.iterdir())
         for name, content in files.items():
             if isinstance(content, str):
                 (out / name).write_text(content)
@@ -114,19 +122,40 @@ def _own_tensors(saved: Saved) -> dict[str, Writable]:
 
 def _hugging_face_files(saved: Saved) -> Files:
     recipe = _required_recipe(saved, "--layout huggingface")
-    if not recipe.model.built_in:
-        raise InputError(
-            f"--layout: {recipe.model.use} is a model of your own; Hugging Face has other names only for gpt and bert",
-            hint="--layout gradus writes it under its own names, which a transformers model takes as they are",
-            field="--layout",
-            found="huggingface",
-            allowed="gradus",
-        )
     _, settings = catalogue.resolve(recipe.model.use, recipe.model.options)
     layout = layout_of(settings)
     ours = {name: (dtype, shape, get) for name, dtype, shape, get in _tensors(saved)}
     tensors = {link.theirs: _linked(link, *ours[link.ours]) for link in layout.links}
     return {SINGLE: tensors, CONFIG: json.dumps(config_of(layout.name, settings), indent=2) + "\n"}
+
+
+def _has_our_layers(saved: Saved) -> bool:
+    recipe = _required_recipe(saved, "--layout huggingface")
+    return recipe.model.built_in and recipe.model.use != catalogue.HUGGINGFACE.name
+
+
+@torch.no_grad()
+def _transformers_model(saved: Saved) -> nn.Module:
+    """The model as transformers itself writes it; adapters are merged into their layers."""
+    use = _required_recipe(saved, "--layout huggingface").model.use
+    model = _whole_model(saved) if use != OWN else None
+    transformers = sys.modules.get("transformers")  # such a model has imported it
+    if model is None or transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        what = "the model of your own loop" if model is None else f"{use} makes a {type(model).__name__}, which"
+        raise InputError(
+            f"--layout: {what} is not one of transformers; Hugging Face has names only for those, gpt and bert",
+            hint="--layout gradus writes it under its own names"
+            + (", which a transformers model takes as they are; --recipe RECIPE may name one" if model is None else ""),
+            field="--layout",
+            found="huggingface",
+            allowed="gradus",
+        )
+    transformers.utils.logging.disable_progress_bar()
+    for layer in adapted_layers(model).values():
+        layer.weight.copy_(layer.merged())
+        del layer.lora_a, layer.lora_b
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+    return model
 
 
 def _linked(link: Link, dtype: str, shape: tuple[int, ...], get: Callable[[], Tensor]) -> Writable:

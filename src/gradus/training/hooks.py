@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradus.schema.callables import import_callable, is_import_path, short_name
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.recipe import Named
-from gradus.training.building import user_code
+from gradus.schema.user_code import user_code
 
 if TYPE_CHECKING:
     from gradus.training.live_run import LiveRun

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
     files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
     named = os.environ.get("GRADUS_RUN")
     if named is not None:
-        if resume is not None:
+        if resume is not None and not _is_run(resume, runs, Path(named)):
             raise InputError(
                 f"resume: found {resume!r}, but gradus train has chosen the run already",
                 hint=f"gradus train --resume {resume} -- script.py",
@@ -66,17 +67,31 @@ def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
         world.barrier()
         return Place(world, run, attempt, choice, True, connection)
 
-    from gradus.launcher.attempt import claim_run, write_attempt  # nobody has launched this: it launches itself
+    # Nobody has launched this: it launches itself.
+    from gradus.launcher.attempt import STARTS_OVER, claim_run, starts_over, write_attempt
+    from gradus.launcher.script import COMMAND_FILE, script_of_this_process
 
     lock = None
     if world.leads:
         run, lock = claim_run(runs, recipe.name, None, resume, lambda run: None)
-        attempt = write_attempt(run, cluster, machine, files)
+        script = script_of_this_process(world.size)
+        command = {COMMAND_FILE: script.to_json()} if script is not None else {}
+        attempt = write_attempt(run, cluster, machine, {**files, **command})
+        if starts_over(run, attempt):
+            print(STARTS_OVER, file=sys.stderr)
         _tell(world, f"{attempt} {run.path}")
     else:
         number, _, path = _told(world).partition(" ")
         run, attempt = RunDirectory(Path(path)), int(number)
     return Place(world, run, attempt, choice, False, connection, lock)
+
+
+def _is_run(named: str, runs: Path, chosen: Path) -> bool:
+    """Whether a script asks for the very run that was chosen for it, as one that gets it by an argument does."""
+    try:
+        return RunDirectory.open(named, runs).path.resolve() == chosen.resolve()
+    except InputError:
+        return False
 
 
 def _world(connection: ExitStack) -> World:

@@ -6,6 +6,8 @@ Sums and counts, not means: they add up over micro-batches and ranks, so that th
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -16,14 +18,19 @@ from torch import Tensor, nn
 from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
 from gradus.schema.callables import import_callable, is_import_path
-from gradus.schema.errors import InputError, unknown_name
+from gradus.schema.errors import GradusError, InputError, unknown_name
 from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Named, Recipe
+from gradus.schema.user_code import raised_by_user
 from gradus.training.shape_errors import explain_forward_error
 from gradus.training.valid_labels import rule_for, shifted, valid_labels
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 Function = Callable[..., Any]
+
+_CALLED = "is called {0}(output, batch): the target is batch[-1] of a tuple, or batch['labels'] of a dict"
+# Of an output and a target in place of the batch, Python and torch complain in many ways.
+_ABOUT_THE_CALL = re.compile(r"\b(tuple|dict)\b|positional argument|unexpected keyword argument")
 
 
 class Losses(NamedTuple):
@@ -38,6 +45,7 @@ class Objective:
     """The recipe's `loss` and `metrics`, ready to be applied to a model and a batch."""
 
     def __init__(self, recipe: Recipe, model: nn.Module) -> None:
+        self._recipe = recipe
         self._loss = _named_loss(recipe.loss, model) if recipe.loss else None
         self._signature = inspect.signature(model.forward)
         self._accepted = _keywords(self._signature) if self._loss else None
@@ -83,7 +91,8 @@ class Objective:
             try:
                 result = self._loss(output, batch)
             except Exception as error:
-                _raise_explained(error, explain_forward_error(error, model, batch, field="loss", output=output))
+                use = self._recipe.loss.use if self._recipe.loss else ""
+                _raise_explained(error, _explained_call(error, model, output, batch, "loss", use))
             return sum_and_count(result, samples, with_loss=True)
         mean = None if self._rule is None or isinstance(output, LossOutput) else _part(output, "loss")
         labels = None
@@ -124,7 +133,8 @@ class Objective:
             try:
                 result = metric(output, batch)
             except Exception as error:
-                _raise_explained(error, explain_forward_error(error, model, batch, field="metrics", output=output))
+                use = next(block.use for block in self._recipe.metrics if block.title == name)
+                _raise_explained(error, _explained_call(error, model, output, batch, "metrics", use))
             measured[name] = _metric_sum_and_count(name, result, samples, _device_of(batch))
         return measured
 
@@ -138,6 +148,20 @@ def _raise_explained(error: Exception, explained: Exception) -> NoReturn:
     if explained is error:
         raise error
     raise explained from error
+
+
+def _explained_call(error: Exception, model: nn.Module, output: Any, batch: Batch, field: str, use: str) -> Exception:
+    """An exception in a loss or a metric: shapes that do not fit, or anything else in one of the user's own."""
+    users = is_import_path(use) and not use.startswith("torch.")
+    about_the_call = isinstance(error, (TypeError, AttributeError)) and _ABOUT_THE_CALL.search(str(error))
+    if not (users and about_the_call):
+        explained = explain_forward_error(error, model, batch, field=field, output=output)
+        # What a machine or another rank may have caused is a failure, and no bad input.
+        elsewhere = isinstance(error, (GradusError, OSError, MemoryError)) or type(error).__module__.startswith("torch")
+        if not users or explained is not error or elsewhere or type(error) is RuntimeError:
+            return explained
+    name = "loss" if field == "loss" else "metric"
+    return raised_by_user(error, field, use, hint=f"a {name} {_CALLED.format(name)}")
 
 
 def _keywords_to_add(model: nn.Module, forward: inspect.Signature) -> dict[str, Any]:
@@ -185,7 +209,7 @@ def sum_and_count(result: Any, samples: int, *, with_loss: bool, what: str = "th
         total, count = result
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise _not_a_loss(total, total, with_loss, f"{what}, as (sum, count)")
-        if not isinstance(count, (int, float)) and not (isinstance(count, Tensor) and count.numel() == 1):
+        if not _may_be_count(count):
             raise _not_a_count(count, what)
         return widened(total.reshape(())), _on_device(count, total)
     mean = result
@@ -203,11 +227,26 @@ def _on_device(count: Any, like: Tensor) -> Tensor:
     return torch.full((), float(count), device=like.device, dtype=torch.float32)
 
 
+def _may_be_count(count: Any) -> bool:
+    """As far as can be told without waiting for the device."""
+    if isinstance(count, Tensor):
+        return count.numel() == 1 and not count.requires_grad and not count.is_complex()
+    return isinstance(count, (int, float)) and not isinstance(count, bool) and 0 <= count < math.inf
+
+
 def _not_a_count(count: Any, what: str) -> InputError:
-    found = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else type(count).__name__
+    hint = "the count is what the sum is to be divided by, over all ranks: the number of valid tokens or samples"
+    if isinstance(count, Tensor):
+        found = f"a tensor of shape {tuple(count.shape)}"
+        if count.requires_grad:
+            found += " with a gradient"
+            hint = "(sum, count) means a sum of losses and how many; add the two losses up yourself"
+    else:
+        found = repr(count) if isinstance(count, (int, float)) else type(count).__name__
     return InputError(
-        f"{what}, as (sum, count): found a count that is {found}, allowed: a number, or a tensor of one element",
-        hint="the count is what the sum is to be divided by, over all ranks: the number of valid tokens or samples",
+        f"{what}, as (sum, count): found a count that is {found}, allowed: a number of at least 0, or a tensor of one "
+        "element without a gradient",
+        hint=hint,
         field="metrics" if what.startswith("metric") else "loss",
     )
 

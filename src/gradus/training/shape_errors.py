@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradus.schema.errors import GradusError, InputError
-from gradus.training.user_lines import users_line
+from gradus.schema.user_code import users_line
 
 _ABOUT_TENSORS = re.compile(
     r"\b(shapes?|sizes?|dimensions?|dims?|dtypes?|scalar types?|same device|on device|device-side assert"
