@@ -249,7 +249,8 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 def test_the_tokenizers_own_template_is_applied_as_transformers_does(tmp_path: Path, model_folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     theirs = transformers.AutoTokenizer.from_pretrained(model_folder)
     expected = theirs.apply_chat_template(TALK, tokenize=True, return_dict=False)
     source = opened(write(tmp_path, [{"messages": TALK}]), tokenizer=str(model_folder))
@@ -295,7 +296,8 @@ def test_a_template_that_does_not_work_is_refused(tmp_path: Path, template: str,
 
 
 def test_a_causal_model_of_transformers_has_the_loss_of_the_answers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=256, n_positions=96)
     model = transformers.GPT2LMHeadModel(config).double().eval()
@@ -311,7 +313,8 @@ def test_a_causal_model_of_transformers_has_the_loss_of_the_answers(tmp_path: Pa
 
 
 def test_an_encoder_decoder_model_reads_the_prompt_and_learns_the_answer(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     source = opened(write(tmp_path), form="seq2seq", context=24, answer_context=16)
     batch = finished(source, range(6))
     assert batch["input_ids"].shape == (6, 24)

@@ -8,7 +8,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import pytest
 import torch
 from gradus_command import Done, Gradus, events, status, wait_until
 
@@ -89,7 +88,6 @@ def test_a_gpt_in_one_file(gradus):
 
 
 def test_accelerate(gradus):
-    pytest.importorskip("accelerate")
     log = run_script(gradus, "with_accelerate.py", "--output_dir", "out", "--cpu")
     for rank in (0, 1):  # 24 batches in all
         assert f"[rank{rank}]: process {rank} of 2 saw 12 batches" in log
@@ -101,7 +99,6 @@ def test_accelerate(gradus):
 
 
 def test_the_hugging_face_trainer(gradus):
-    pytest.importorskip("transformers")
     options = (
         "--output_dir out --max_steps 20 --per_device_train_batch_size 4 --learning_rate 5e-3 --logging_steps 5 "
         "--report_to none --use_cpu true --ddp_backend gloo"
@@ -117,7 +114,6 @@ def test_the_hugging_face_trainer(gradus):
 
 
 def test_lightning(gradus):
-    pytest.importorskip("lightning")
     log = run_script(gradus, "with_lightning.py", "--max_epochs", "4", "--out", "out")
     for rank in (0, 1):
         losses = numbers(log, rf"\[rank{rank}\]: rank {rank}/2 epoch \d train_loss (\S+)")

@@ -14,10 +14,11 @@ import pytest
 from gradus_command import RECIPE, Gradus, events, rank_processes, status, wait_until
 
 import gradus as package
+from gradus.faults.signals import Signals
 from gradus.launcher import local
 from gradus.launcher.attempt import Launch
 from gradus.launcher.ending import Departure, result_of
-from gradus.launcher.following import Following, Signals
+from gradus.launcher.following import Following
 from gradus.launcher.processes import attempt_processes, kill_left_over, marks
 from gradus.launcher.torchrun import deaths_in_log, free_port, port_taken_in_log
 from gradus.record.directory import RunDirectory

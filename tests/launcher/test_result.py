@@ -283,7 +283,6 @@ def data(split):
 
 
 def test_a_hugging_face_model_with_adapters_is_loaded_whole(folder):
-    pytest.importorskip("transformers")
     (folder / "llama.py").write_text(HUGGING_FACE)
     recipe = {
         "name": "llama",

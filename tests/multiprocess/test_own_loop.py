@@ -150,7 +150,6 @@ def test_weights_may_add_up_to_less_than_one(pool: Pool, tmp_path: Path, accumul
 
 
 def test_an_evaluation_takes_what_a_step_takes(pool: Pool, run: RunDirectory) -> None:
-    pytest.importorskip("transformers")
     [results] = pool.run(1, evaluated_with_output, str(run.path))
     assert results.keys() == {"loss"}
 

@@ -15,6 +15,7 @@ from gradus.planner.defaults import default_plan
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
 from gradus.record.outcome import read_outcome
+from gradus.record.variables import DRY_RUN
 from gradus.schema.recipe import Recipe
 from gradus.training import dry_run
 from gradus.training.live_run import LiveRun
@@ -68,7 +69,7 @@ def test_one_sample_can_be_learnt_by_heart(run: RunDirectory) -> None:
 def test_a_dry_run_takes_one_step_and_says_what_was_built(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(dry_run.VARIABLE, "1")
+    monkeypatch.setenv(DRY_RUN, "1")
     recipe = recipe_for("gpt", steps=100_000, evaluate={"every": 50})
     attempt = run.new_attempt()
     folder = run.attempt_path(attempt)

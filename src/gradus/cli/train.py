@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from gradus.cli.output import print_error, print_json, shown
 from gradus.launcher.attempt import Launch, is_of_a_script
 from gradus.launcher.dry_run import finish_dry_run, remove_dry_run
 from gradus.launcher.ending import Departure, last_validation, note_failure, result_of
-from gradus.launcher.following import POLL_SECONDS, Following, following
+from gradus.launcher.following import POLL_SECONDS, following
 from gradus.launcher.local import dry_run_variables, launch_local
 from gradus.launcher.login_node import FEW_STEPS, check_not_on_a_login_node
 from gradus.launcher.recipe_run import prepare, recipe_of
@@ -25,6 +23,7 @@ from gradus.launcher.script_run import prepare_script, recorded_script
 from gradus.launcher.torchrun import determinism_variables
 from gradus.record.directory import RunDirectory
 from gradus.record.format import duration_text
+from gradus.record.polling import Polling
 from gradus.record.summary import summarize, summary_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import GradusError, InputError
@@ -201,7 +200,7 @@ def _debug(launch: Launch, as_json: bool) -> Result:
     # With --json, stdout is for the one document: what the user's own code prints goes elsewhere.
     stdout = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     try:
-        with following(launch, plain=True) as followed, _polled(followed), stdout:
+        with following(launch, plain=True) as followed, Polling(followed.poll, POLL_SECONDS), stdout:
             followed.signals.raises = True
             debug_rank(launch.run, launch.attempt)
     except BaseException as error:
@@ -210,24 +209,6 @@ def _debug(launch: Launch, as_json: bool) -> Result:
             raise GradusError(f"{type(error).__name__}: {error}", traceback=traceback.format_exc()) from error
         raise
     return result_of(launch, Departure(0))
-
-
-@contextlib.contextmanager
-def _polled(followed: Following) -> Iterator[None]:
-    """Follow from a thread, where this one is busy with the training itself."""
-    done = threading.Event()
-
-    def poll() -> None:
-        while not done.wait(POLL_SECONDS):
-            followed.poll()
-
-    thread = threading.Thread(target=poll, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _exit_code(result: Result) -> int:

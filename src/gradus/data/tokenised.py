@@ -79,12 +79,32 @@ def training_only(documents: Iterable[Any], held_out: NDArray[np.bool_] | None) 
             yield document
 
 
+@dataclass(frozen=True)
+class _Division:
+    """What documents there are, and which split each of them belongs to."""
+
+    documents: int
+    parts: tuple[tuple[str, Files], ...]  # the files of each split
+    held_out: NDArray[np.bool_] | None  # of the training files' documents
+
+    @classmethod
+    def of(cls, files: DataFiles, fraction: float) -> _Division:
+        count, held_out = split_documents(files, fraction)
+        validation = files.validation or ()
+        parts = (("train", files.train), ("validation", validation))
+        return cls(count + count_documents(validation), parts, held_out)
+
+    def place(self, split: str, number: int) -> str:
+        """Where a document goes that is the number-th of its files."""
+        held_out = split == "train" and self.held_out is not None and self.held_out[number]
+        return "validation" if held_out else split
+
+
 def write_texts(
     folder: Path, files: DataFiles, fraction: float, tokenizer: Tokenizer, read: Callable[[Files], Iterator[Piece]]
 ) -> dict[str, Any]:
     """Every document followed by the end-of-text token, in a file for each split; returns what the cache shall know."""
-    count, held_out = split_documents(files, fraction)
-    total = count + count_documents(files.validation or ())
+    division = _Division.of(files, fraction)
     progress = Progress("tokenising")
     dtype = token_dtype(tokenizer.vocabulary)
     tokens: dict[str, int] = {}
@@ -96,11 +116,11 @@ def write_texts(
         for split in ("train", "validation"):
             streams[split] = stack.enter_context((folder / f"{split}.tokens.bin").open("wb"))
             tokens[split] = documents[split] = 0
-        for split, of_files in (("train", files.train), ("validation", files.validation or ())):
+        for split, of_files in division.parts:
             number = 0
             for batch in _batched(read(of_files), lambda piece: len(piece.text)):
                 for piece, ids in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-                    to: str = "validation" if split == "train" and held_out is not None and held_out[number] else split
+                    to = division.place(split, number)
                     streams[to].write(ids.astype(dtype).tobytes())
                     tokens[to] += len(ids)
                     if piece.ends:
@@ -109,7 +129,7 @@ def write_texts(
                         documents[to] += 1
                         number += 1
                         done += 1
-                progress.say(f"{done:,} of {total:,} documents, {sum(tokens.values()):,} tokens")
+                progress.say(f"{done:,} of {division.documents:,} documents, {sum(tokens.values()):,} tokens")
     return {"format": FORMAT, "dtype": dtype, "documents": documents, "tokens": tokens, **_about(tokenizer)}
 
 
@@ -117,25 +137,24 @@ def write_conversations(
     folder: Path, files: DataFiles, fraction: float, tokenizer: Tokenizer, read: Callable[[Files], Iterator[Document]]
 ) -> dict[str, Any]:
     """Every record's tokens and which of them are learnt; returns what the cache shall know."""
-    count, held_out = split_documents(files, fraction)
-    total = count + count_documents(files.validation or ())
+    division = _Division.of(files, fraction)
     progress = Progress("tokenising")
     dtype = token_dtype(tokenizer.vocabulary)
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(_ConversationWriter(folder, split, dtype)) for split in ("train", "validation")
         }
-        for split, of_files in (("train", files.train), ("validation", files.validation or ())):
+        for split, of_files in division.parts:
             number = 0
             for batch in _batched(read(of_files), lambda segments: sum(len(s.text or "") for s in segments)):
                 for tokens, in_loss in _encoded(batch, tokenizer):
                     if not in_loss.any():
                         message = f"data.path: record {number + 1} of {split} has no token to learn: it is empty"
                         raise InputError(message, field="data.path", found=number + 1, allowed="a prompt and an answer")
-                    to = "validation" if split == "train" and held_out is not None and held_out[number] else split
+                    to = division.place(split, number)
                     writers[to].add(tokens.astype(dtype), in_loss)
                     number += 1
-                progress.say(f"{sum(len(w) for w in writers.values()):,} of {total:,} records")
+                progress.say(f"{sum(len(w) for w in writers.values()):,} of {division.documents:,} records")
         documents = {split: len(writer) for split, writer in writers.items()}
         counts = {split: writer.offsets[-1] for split, writer in writers.items()}
         learnt = {split: writer.learnt for split, writer in writers.items()}

@@ -56,12 +56,7 @@ class Launch:
     @property
     def has_own_loop(self) -> bool:
         """Whether a script reads stop requests and writes status and outcome itself; known once it has begun to."""
-        return own_loop_mark(self.run, self.attempt).exists()
-
-
-def own_loop_mark(run: RunDirectory, attempt: int) -> Path:
-    """The file that an own loop leaves for its launcher when it begins."""
-    return run.control / f"own-loop-{attempt}"
+        return self.run.own_loop_mark(self.attempt).exists()
 
 
 def usable_machine() -> Machine:

@@ -4,65 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
-from types import FrameType
 from typing import TextIO
 
+from gradus.faults.signals import SAVES, Signals, handled
 from gradus.launcher.attempt import STARTS_OVER, Launch, starts_over
-from gradus.record.directory import RunDirectory
 from gradus.record.display import Display
 from gradus.record.events import EventWriter, Messages, rank_writer
 from gradus.record.status import read_status, write_status
-from gradus.record.stop import request_stop
 from gradus.record.tensorboard import TensorBoardExporter
 
 POLL_SECONDS = 0.1
 SCRIPT_IS_TOLD = "its ranks get SIGTERM, and whether they save is up to the script"
 _BEAT_EVERY_SECONDS = 10.0
-
-
-@dataclass
-class Signals:
-    """What was asked of this process by signals so far."""
-
-    run: RunDirectory
-    say: Callable[[str], None]
-    first: str | None = None
-    at_once: bool = False
-    raises: bool = False  # whether a second Ctrl-C is a KeyboardInterrupt here, rather than a note for the launcher
-    script_is_told: Callable[[], bool] = lambda: False  # whether the ranks get SIGTERM, rather than look for the file
-    _answered: bool = False
-    _said: str | None = None
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        # Only a note: a handler that prints or writes can interrupt the very same print or write.
-        if self.first is None:
-            self.first = signal.Signals(number).name
-        elif number == signal.SIGINT:
-            self.at_once = True
-            if self.raises:
-                raise KeyboardInterrupt
-
-    def answer(self) -> None:
-        """Turn the first signal into a stop request; on a disk that is full now, try again at the next call."""
-        if self.first is None or self._answered:
-            return
-        meaning = SCRIPT_IS_TOLD if self.script_is_told() else "the run saves after a few more steps"
-        answer = f"stopping: {meaning} (Ctrl-C again ends it at once)"
-        try:
-            request_stop(self.run, self.first)
-            self._answered = True
-        except OSError as error:
-            answer = f"the stop request cannot be written ({error.strerror}); trying again (Ctrl-C ends it at once)"
-        if answer != self._said:
-            self.say(answer)
-            self._said = answer
 
 
 class Beat:
@@ -93,7 +51,8 @@ class Following:
         self._messages = Messages(launch.run, rank_writer(launch.attempt))
         self._beat = Beat(launch) if launch.script else None
         self.signals = Signals(launch.run, self.say)
-        self.signals.script_is_told = lambda: launch.script is not None and not launch.has_own_loop
+        if launch.script:
+            self.signals.meaning = lambda: SAVES if launch.has_own_loop else SCRIPT_IS_TOLD
 
     @property
     def quiet(self) -> bool:
@@ -140,22 +99,7 @@ def following(
     if starts_over(run, launch.attempt):
         followed.say(STARTS_OVER)
     try:
-        with _handled(followed.signals):
+        with handled(followed.signals):
             yield followed
     finally:
         followed.close()
-
-
-@contextlib.contextmanager
-def _handled(signals: Signals) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGUSR1 ask the run to save and stop; a second Ctrl-C ends it at once."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, signals.handle) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -26,6 +26,7 @@ from gradus.launcher.torchrun import free_port, port_taken_in_log, rank_environm
 from gradus.record.lock import release
 from gradus.record.outcome import read_outcome
 from gradus.record.stop import requested_end
+from gradus.record.variables import DRY_RUN
 from gradus.schema.cluster import Cluster
 
 _RANK_MODULE = "gradus.training.rank"
@@ -166,13 +167,13 @@ def _program(launch: Launch) -> list[str]:
 
 def _environment(launch: Launch) -> Mapping[str, str]:
     variables = rank_environment(launch.ranks, launch.cores, bool(launch.recipe and launch.recipe.deterministic))
-    variables.pop("GRADUS_DRY_RUN", None)
+    variables.pop(DRY_RUN, None)
     return {**variables, **marks(launch.run.path, launch.attempt), **dry_run_variables(launch)}
 
 
 def dry_run_variables(launch: Launch) -> dict[str, str]:
     """By which ranks know that they are to build everything, make one step and leave."""
-    return {"GRADUS_DRY_RUN": "1"} if launch.dry_run else {}
+    return {DRY_RUN: "1"} if launch.dry_run else {}
 
 
 def _lost_its_port(launch: Launch) -> bool:

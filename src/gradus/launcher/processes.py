@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from gradus.record.variables import ATTEMPT, RUN
+
 _SWEEPER = "gradus.launcher.sweeper"
 _TRIES = 50
 _SWEEPER_SECONDS = 10.0
@@ -18,7 +20,7 @@ _SWEEPER_SECONDS = 10.0
 
 def marks(run: Path, attempt: int) -> dict[str, str]:
     """What every process of an attempt has in its environment, from its first moment on."""
-    return {"GRADUS_RUN": str(run), "GRADUS_ATTEMPT": str(attempt)}
+    return {RUN: str(run), ATTEMPT: str(attempt)}
 
 
 def attempt_processes(run: Path, attempt: int) -> list[int]:

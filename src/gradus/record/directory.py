@@ -133,6 +133,10 @@ class RunDirectory:
     def stop_file(self) -> Path:
         return self.control / "stop"
 
+    def own_loop_mark(self, attempt: int) -> Path:
+        """The file that an own loop leaves for its launcher when it begins."""
+        return self.control / f"own-loop-{attempt}"
+
     def outcome_path(self, attempt: int) -> Path:
         return self.control / f"outcome-{attempt}.json"
 

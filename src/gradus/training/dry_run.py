@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 
+from gradus.record.variables import DRY_RUN
 from gradus.schema.recipe import Recipe
-from gradus.training.live_run import LiveRun
+from gradus.training.live_run import LiveRun, parameter_counts
 from gradus.training.recorder import peak_memory_bytes
 
-VARIABLE = "GRADUS_DRY_RUN"  # set by the launcher
 GIB = 1024**3
 
 
 def is_dry_run() -> bool:
-    return os.environ.get(VARIABLE) == "1"
+    return os.environ.get(DRY_RUN) == "1"
 
 
 def shortened(recipe: Recipe) -> Recipe:
@@ -31,9 +31,7 @@ def shortened(recipe: Recipe) -> Recipe:
 
 def summary(live: LiveRun) -> list[str]:
     """What was built, in lines for people."""
-    parameters = list(live.model.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    total = sum(p.numel() for p in parameters)
+    total, trained = parameter_counts(live.model)
     share = f", {trained:,} of them trained" if trained < total else ""
     evaluated = f"; validation loss {live.state.evaluation.last:.4g}" if live.state.evaluation.last is not None else ""
     loss = f"{live.last_loss:.4g}" if live.last_loss is not None else "unknown"

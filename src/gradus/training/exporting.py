@@ -30,7 +30,7 @@ from gradus.record.directory import RunDirectory
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.building import build_model
-from gradus.training.lora import adapted_layers
+from gradus.training.lora import adapted_layers, merge_adapters
 
 ADAPTER, ADAPTER_SETTINGS = "adapter.safetensors", "adapter.json"
 ExportLayout = Literal["gradus", "huggingface"]
@@ -134,7 +134,6 @@ def _has_our_layers(saved: Saved) -> bool:
     return recipe.model.built_in and recipe.model.use != catalogue.HUGGINGFACE.name
 
 
-@torch.no_grad()
 def _transformers_model(saved: Saved) -> nn.Module:
     """The model as transformers itself writes it; adapters are merged into their layers."""
     use = _required_recipe(saved, "--layout huggingface").model.use
@@ -151,10 +150,7 @@ def _transformers_model(saved: Saved) -> nn.Module:
             allowed="gradus",
         )
     transformers.utils.logging.disable_progress_bar()
-    for layer in adapted_layers(model).values():
-        layer.weight.copy_(layer.merged())
-        del layer.lora_a, layer.lora_b
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
+    merge_adapters(model)
     return model
 
 

@@ -17,6 +17,7 @@ from gradus.hardware.detect import detect_machine
 from gradus.parallel.world import World, alone, connected, store_from_environment
 from gradus.planner.defaults import Choice, default_plan
 from gradus.record.directory import RunDirectory
+from gradus.record.variables import ATTEMPT, RUN
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
 from gradus.training.device import rank_device
@@ -50,7 +51,7 @@ def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
             allowed=1,
         )
     files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
-    named = os.environ.get("GRADUS_RUN")
+    named = os.environ.get(RUN)
     if named is not None:
         if resume is not None and not _is_run(resume, runs, Path(named)):
             raise InputError(
@@ -59,11 +60,11 @@ def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
                 field="resume",
                 found=resume,
             )
-        run, attempt = RunDirectory(Path(named)), int(os.environ["GRADUS_ATTEMPT"])
+        run, attempt = RunDirectory(Path(named)), int(os.environ[ATTEMPT])
         if world.leads:
             for name, text in files.items():
                 (run.attempt_path(attempt) / name).write_text(text)
-            (run.control / f"own-loop-{attempt}").touch()  # from now on status and ending come from here
+            run.own_loop_mark(attempt).touch()  # from now on status and ending come from here
         world.barrier()
         return Place(world, run, attempt, choice, True, connection)
 

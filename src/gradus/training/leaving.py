@@ -78,6 +78,11 @@ def leave(code: int) -> NoReturn:
     Everything of ours is written by now. What the user's code or loader workers registered for the end is done first.
     """
     atexit._run_exitfuncs()
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End this process here and now. What was printed is not lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

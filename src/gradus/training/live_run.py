@@ -171,8 +171,7 @@ class LiveRun:
         recorder.status(step=self.state.step, steps_total=self.total_steps)
         start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": self.world.size, **rates.mfu()}
         recorder.event("start", **start)
-        parameters = list(self.model.parameters())
-        total, trained = (sum(p.numel() for p in ps) for ps in (parameters, [p for p in parameters if p.requires_grad]))
+        total, trained = parameter_counts(self.model)
         if trained < total:
             recorder.event("model", message=f"trains {trained:,} of {total:,} parameters")
         note = getattr(self.train_data, "note", None)
@@ -236,7 +235,7 @@ class LiveRun:
             "training samples": self.train_data.length,
             "steps": self.total_steps,
             "evaluation batches": self.evaluator.batches if self.evaluator else 0,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parameters": parameter_counts(self.model)[0],
         }
         mine = torch.tensor(list(facts.values()), dtype=torch.int64, device=self.world.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
@@ -296,6 +295,12 @@ class LiveRun:
             peak_flops=peak * self.world.size if peak else None,
             peak_source=f"{self.plan.precision} dense, {gpu.sources['peak_tflops']}" if gpu and peak else None,
         )
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """All, and those that are trained."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def _flops_per_sample(model: nn.Module) -> float | None:

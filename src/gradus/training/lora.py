@@ -64,6 +64,15 @@ def with_lora(model: nn.Module, block: LoraBlock, seed: int) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Turn every adapted layer, in place, into the one Linear layer that does the same."""
+    for layer in adapted_layers(model).values():
+        layer.weight.copy_(layer.merged())
+        del layer.lora_a, layer.lora_b
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
 def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 

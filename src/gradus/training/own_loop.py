@@ -15,16 +15,17 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from gradus.data.loader import Indexed, MicroBatch
+from gradus.faults.signals import Signals, handled
 from gradus.record.lock import release
 from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
@@ -32,12 +33,12 @@ from gradus.training.boundary import Boundary, Ending, Launched
 from gradus.training.building import finished_model
 from gradus.training.evaluation import Measure
 from gradus.training.joining import Place, join
-from gradus.training.leaving import tell_ending
+from gradus.training.leaving import end, tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
 from gradus.training.objective import Losses, sum_and_count
-from gradus.training.optimizers import LR_FACTOR
-from gradus.training.own_process import Shown, SignalNotes, on_failure, on_refusal
+from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
+from gradus.training.own_process import Shown, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
 
 
@@ -65,7 +66,8 @@ class Run:
         self._ending: Ending | None = None
         self._failed = False
         self._told = False
-        self._signals: SignalNotes | None = None
+        self._signals: Signals | None = None
+        self._handling = ExitStack()  # of signals
         self._evaluators: dict[int, tuple[Any, Evaluator]] = {}
         self._display: Shown | None = None
         if place.world.leads and not place.launched:
@@ -141,16 +143,12 @@ class Run:
                 field="optimizer",
             )
         if optimizer is not None:
-            _check_optimizer_is_of(model, optimizer)
-            if live.recipe.lora is not None:
-                raise InputError(
-                    "lora: its matrices are made by run.prepare, and this optimizer was made before",
-                    hint="leave the optimizer to the recipe: run.prepare(model)",
-                    field="lora",
-                )
-            self._note_learning_rates(optimizer)
+            check_optimizer(optimizer, model, live.recipe)
+            replaced = note_learning_rates(optimizer, live.recipe.optimizer)
+            if replaced and scheduler is None:
+                live.recorder.event("learning-rate", message=replaced)
         if scheduler is not None:
-            _check_scheduler_is_of(scheduler, optimizer, live.recipe)
+            check_scheduler(scheduler, optimizer, live.recipe)
             live.scheduler = scheduler
         with live.recorder.told_of_failure():
             model = finished_model(live.recipe, model, load_weights=live.checkpoint is None)
@@ -304,8 +302,7 @@ class Run:
 
     def _give_back(self) -> None:
         """The process may go on, with signals as they were and, for example, another attempt at this run."""
-        if self._signals is not None:
-            self._signals.close()
+        self._handling.close()
         if self._place.lock is not None:
             release(self._place.lock)
 
@@ -325,19 +322,11 @@ class Run:
             self._evaluators[id(dataset)] = (dataset, self._live.evaluator_for(data))
         return self._evaluators[id(dataset)][1]
 
-    def _note_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """The schedule multiplies the optimizer's own learning rates; a recipe that names one replaces the first."""
-        block = self._live.recipe.optimizer
-        first = float(optimizer.param_groups[0]["lr"])
-        for group in optimizer.param_groups:
-            group[LR_FACTOR] = float(group["lr"]) / (1.0 if block.use == OWN else first or 1.0)
-        if block.use != OWN and first != block.lr and self._live.scheduler is None:
-            message = f"learning rate {block.lr:g} of the recipe in place of the optimizer's {first:g}"
-            self._live.recorder.event("learning-rate", message=message)
-
     def _watch(self) -> None:
         """From here on a signal is a stop request, and a failure is told before the process ends."""
-        self._signals = SignalNotes(self._place.run)
+        say = self._display.say if self._display is not None else lambda text: None
+        self._signals = Signals(self._place.run, say, raises=True)
+        self._handling.enter_context(handled(self._signals))
         atexit.register(self._leave)
         on_failure(self._place.run, self._place.attempt, self.rank, self._fail, lambda: self._told)
 
@@ -348,12 +337,10 @@ class Run:
             sys.excepthook(type(error), error, error.__traceback__)
         self._place.connection.close()
         if self.stopped and not self._place.launched and self.ranks == 1:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_STOPPED)  # a script that comes to its end would leave with 0: finished
+            end(EXIT_STOPPED)  # a script that comes to its end would leave with 0: finished
 
 
-def _objective(loss: Callable[[Any], Any], signals: SignalNotes | None) -> Measure:
+def _objective(loss: Callable[[Any], Any], signals: Signals | None) -> Measure:
     def measured(model: nn.Module, batch: Any, samples: int) -> Losses:
         if signals is not None:
             signals.answer()
@@ -371,36 +358,3 @@ def _objective(loss: Callable[[Any], Any], signals: SignalNotes | None) -> Measu
         return Losses(loss_sum, count, pairs)
 
     return measured
-
-
-def _check_scheduler_is_of(scheduler: LRScheduler, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise InputError(
-            "run.prepare: a ReduceLROnPlateau is stepped with a metric, which only the script knows",
-            hint="step it yourself after run.evaluate, and leave it out here; it is then not in the checkpoint",
-            field="scheduler",
-        )
-    if scheduler.optimizer is not optimizer:
-        raise InputError(
-            "run.prepare: the scheduler is not of this optimizer",
-            hint="run.prepare(model, optimizer, scheduler) with the optimizer that the scheduler was made for",
-            field="scheduler",
-        )
-    if recipe.optimizer.schedules:
-        raise InputError(
-            "run.prepare: a scheduler was given, and the recipe has warmup or decay as well",
-            hint="leave one of them out",
-            field="optimizer.decay",
-        )
-
-
-def _check_optimizer_is_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
-    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-    if foreign:
-        raise InputError(
-            f"run.prepare: {foreign} parameters of the optimizer are not the model's",
-            hint="make the optimizer from the parameters of the very model that is prepared",
-            field="optimizer",
-            found=foreign,
-        )

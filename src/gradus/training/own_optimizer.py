@@ -1,0 +1,65 @@
+"""The optimizer and the scheduler that an own loop brings: whether they fit, and what their learning rates mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import OWN, OptimizerBlock, Recipe
+from gradus.training.optimizers import LR_FACTOR
+
+
+def note_learning_rates(optimizer: torch.optim.Optimizer, block: OptimizerBlock) -> str | None:
+    """The schedule multiplies the optimizer's own learning rates; a recipe that names one replaces the first.
+
+    Returns what is to be said about that, if it does.
+    """
+    first = float(optimizer.param_groups[0]["lr"])
+    for group in optimizer.param_groups:
+        group[LR_FACTOR] = float(group["lr"]) / (1.0 if block.use == OWN else first or 1.0)
+    if block.use == OWN or first == block.lr:
+        return None
+    return f"learning rate {block.lr:g} of the recipe in place of the optimizer's {first:g}"
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, recipe: Recipe) -> None:
+    """An optimizer of this model's parameters, all of which exist by now."""
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise InputError(
+            f"run.prepare: {foreign} parameters of the optimizer are not the model's",
+            hint="make the optimizer from the parameters of the very model that is prepared",
+            field="optimizer",
+            found=foreign,
+        )
+    if recipe.lora is not None:
+        raise InputError(
+            "lora: its matrices are made by run.prepare, and this optimizer was made before",
+            hint="leave the optimizer to the recipe: run.prepare(model)",
+            field="lora",
+        )
+
+
+def check_scheduler(scheduler: LRScheduler, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> None:
+    """A scheduler that `run.step` can step, and that nothing else competes with."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise InputError(
+            "run.prepare: a ReduceLROnPlateau is stepped with a metric, which only the script knows",
+            hint="step it yourself after run.evaluate, and leave it out here; it is then not in the checkpoint",
+            field="scheduler",
+        )
+    if scheduler.optimizer is not optimizer:
+        raise InputError(
+            "run.prepare: the scheduler is not of this optimizer",
+            hint="run.prepare(model, optimizer, scheduler) with the optimizer that the scheduler was made for",
+            field="scheduler",
+        )
+    if recipe.optimizer.schedules:
+        raise InputError(
+            "run.prepare: a scheduler was given, and the recipe has warmup or decay as well",
+            hint="leave one of them out",
+            field="optimizer.decay",
+        )
