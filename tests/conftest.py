@@ -13,7 +13,7 @@ from gradus.record.directory import RunDirectory
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    with Pool(4) as pool:
+    with Pool() as pool:
         yield pool
 
 

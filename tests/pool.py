@@ -1,4 +1,4 @@
-"""A pool of processes that form worlds of any size up to its own, again and again, over gloo."""
+"""A pool of processes that form worlds of any size, again and again, over gloo."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ DEADLINE = 300.0  # seconds for one job; the longest takes about 30 on two busy 
 
 
 class Pool:
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._start()
+    def __init__(self) -> None:
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
 
-    def _start(self) -> None:
+    def _grow(self, ranks: int) -> None:
+        """As many processes as the largest world so far has needed."""
         context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
-        for _ in range(self._size):
+        while len(self._processes) < ranks:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,))  # not a daemon: those may not have loader workers
             process.start()
@@ -51,6 +51,7 @@ class Pool:
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(world, *arguments)` on each of `ranks` processes; the results by rank."""
+        self._grow(ranks)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
                 self._pipes[rank].send((rank, ranks, str(Path(folder) / "store"), function, arguments))
@@ -69,7 +70,7 @@ class Pool:
         time.sleep(1)  # for faulthandler to write
         for process in self._processes:
             process.kill()
-        self._start()
+        self._pipes, self._processes = [], []
         raise AssertionError(f"rank {late} of {ranks} did not answer within {DEADLINE:g} s; stacks are on stderr")
 
 

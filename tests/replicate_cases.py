@@ -18,6 +18,7 @@ from gradus.parallel.replicate import (
 )
 from gradus.parallel.world import World
 from gradus.schema.errors import InputError
+from gradus.schema.plan import Mesh
 
 STEPS = 6
 
@@ -106,7 +107,7 @@ def collectives_of_sharing(world: World) -> int:
     wrapped = replicated(model, world, 25, some_rank_may_pad=False)
     sent: list[Tensor] = []
     original = torch.distributed.broadcast
-    torch.distributed.broadcast = lambda tensor, src: sent.append(tensor)  # type: ignore[assignment]
+    torch.distributed.broadcast = lambda tensor, **_: sent.append(tensor)  # type: ignore[assignment]
     try:
         share_buffers(unwrapped(wrapped), world)
     finally:
@@ -147,3 +148,41 @@ def _error_of_next_forward(wrapped: nn.Module) -> Exception | None:
 
 def _said(error: Exception | None) -> Any:
     return (type(error).__name__, str(error), getattr(error, "hint", None))
+
+
+class Normed(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("seen", torch.full((1,), value))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x) + self.linear(x)
+        return y
+
+
+def replicas_beside_stages(world: World, mesh: Mesh) -> dict[str, Any]:
+    """What a rank has after one backward, on a mesh on which not all ranks are replicas of each other."""
+    world = world.arranged(mesh)
+    model = Normed(float(world.rank + 1))
+    wrapped = replicated(model, world, 25, compression="bf16", some_rank_may_pad=False)
+    start = tensors(model)
+    x = torch.arange(4.0).view(2, 2) + 10 * world.rank
+    wrapped(x).sum().backward()
+    model.get_buffer("seen").fill_(world.rank)
+    share_buffers(model, world)
+    return {
+        "start": start,
+        "mean": model.norm.running_mean,
+        "seen": model.get_buffer("seen"),
+        "x": x,
+        **gradients(model),
+    }
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -18,10 +18,10 @@ KNOWS: dict[str, set[str]] = {
     "schema": set(),
     "record": set(),
     "hardware": set(),
-    "models": set(),
+    "models": {"parallel"},  # which rows of a parameter a rank holds, and so draws
     "data": set(),
     "parallel": set(),
-    "checkpoint": set(),
+    "checkpoint": {"parallel"},  # which rows of a tensor a rank holds, and so reads or gathers
     "faults": {"parallel", "record"},  # ranks agree on a stop through the world's store; the record has the request
     "planner": {"models", "data", "parallel", "hardware", "checkpoint"},  # headers of pretrained weights
     "training": {"record", "hardware", "models", "data", "parallel", "checkpoint", "faults", "planner"},
@@ -114,10 +114,10 @@ CLI_MODULES = [f"gradus.cli.{path.stem}" for path in sorted((SOURCE / "cli").glo
     "statement",
     [
         "import gradus",
-        "import gradus; gradus.Recipe, gradus.Cluster, gradus.Plan, gradus.train",
+        "import gradus; gradus.Recipe, gradus.Cluster, gradus.Plan, gradus.plan, gradus.train",
         f"import {', '.join(LAUNCHER_MODULES)}",
         f"import {', '.join(CLI_MODULES)}",
-        "import gradus.planner.resolve, gradus.planner.defaults",
+        "import gradus.planner.resolve, gradus.planner.defaults, gradus.planner.zero, gradus.parallel.support",
     ],
 )
 def test_nothing_that_starts_a_run_imports_torch(statement):

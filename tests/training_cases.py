@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pool import Pool
+from torch.distributed.tensor import DTensor
 
 from gradus.parallel.world import World
 from gradus.planner.defaults import default_plan
@@ -57,8 +59,21 @@ def trained(
         stopped_at(live, stop_step)
     ending = train(live)
     live.recorder.close(state=ending.state)
-    weights = {name: tensor.detach().clone() for name, tensor in live.model.state_dict().items()}
+    weights = whole_weights(live)
     return {"state": ending.state, "reason": ending.reason, "step": live.state.step, "weights": weights}
+
+
+def whole_weights(live: LiveRun) -> dict[str, torch.Tensor]:
+    """Weights and buffers by name, put together from the parts that ranks hold."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in live.model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        weights[name] = whole.detach().clone()
+    if live.world.mesh.pipeline == 1:
+        return weights
+    stages: list[dict[str, torch.Tensor]] = [{} for _ in range(live.world.size)]
+    dist.all_gather_object(stages, weights)
+    return {name: weight for stage in stages for name, weight in stage.items()}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from gradus.checkpoint.reading import local_part
+from gradus.parallel.part import local_part
 from gradus.training.pretrained import load_pretrained
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradus.launcher.local import train
     from gradus.launcher.result import Result, load_run
+    from gradus.planner.planning import plan
     from gradus.record.table import Table
     from gradus.schema.cluster import Cluster
     from gradus.schema.errors import GradusError
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from gradus.training.own_loop import Run
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "GradusError", "Hook", "Plan", "Recipe", "Result", "Run", "Table", "load_run", "train"]
+__all__ = ["Cluster", "GradusError", "Hook", "Plan", "Recipe", "Result", "Run", "Table", "load_run", "plan", "train"]
 
 _HOMES = {
     "Cluster": "gradus.schema.cluster",
@@ -29,6 +30,7 @@ _HOMES = {
     "Run": "gradus.training.own_loop",
     "Table": "gradus.record.table",
     "load_run": "gradus.launcher.result",
+    "plan": "gradus.planner.planning",
     "train": "gradus.launcher.local",
 }
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from pool import Pool
+from state_cases import failing_save
 from torch import Tensor, nn
 
 from gradus.checkpoint.state import collect, restore_model, restore_optimizer
@@ -183,3 +185,12 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes() -> None:
     wider.inner[2] = nn.Linear(5, 4)
     message = other_model(wider)
     assert "inner.2.weight is (3, 5) there and (4, 5) here" in message
+
+
+@pytest.mark.parametrize("fail_at", [0, 3])
+def test_a_full_disk_leaves_no_rank_waiting_and_nothing_on_the_disk(pool: Pool, tmp_path: Path, fail_at: int) -> None:
+    """Three ranks give their parts of each tensor to rank 0, which cannot write them; then it can."""
+    results = pool.run(4, failing_save, str(tmp_path), fail_at)
+    assert [result["failed"] for result in results] == [True, False, False, False]
+    assert all(result["same"] for result in results)
+    assert "optimizer.inner.weight.exp_avg" in results[0]["names"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from gradus.checkpoint import manifest as manifest_module
 from gradus.checkpoint import store as store_module
 from gradus.checkpoint.store import COMMITTED, MANIFEST, TENSORS, CheckpointStore, DamagedCheckpoint
+from gradus.schema.errors import InputError
 
 FILES = [TENSORS, MANIFEST, COMMITTED]
 STATE: dict[str, Any] = {"training": {"step": 10, "best": 1.5}, "optimizer": {}}
@@ -137,7 +138,7 @@ def test_a_save_that_is_killed_at_any_moment_leaves_the_one_before(
 
         return wrapped
 
-    monkeypatch.setattr(store_module, "save_file", dying(store_module.save_file))
+    monkeypatch.setattr(store_module, "write_tensors", dying(store_module.write_tensors))
     monkeypatch.setattr(store_module, "_flush", dying(store_module._flush))
     monkeypatch.setattr(Path, "write_text", dying(Path.write_text))
     with pytest.raises(Killed):
@@ -231,9 +232,10 @@ def test_when_every_checkpoint_is_damaged_there_is_none_and_each_is_reported(two
 
 
 def test_a_checkpoint_of_another_format_is_refused(two: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest_module, "FORMAT", 2)
-    with pytest.raises(DamagedCheckpoint, match="format 1, this version reads 2"):
-        two.open(20)
+    monkeypatch.setattr(manifest_module, "FORMAT", 3)
+    with pytest.raises(InputError, match="format 2, this version reads 3") as caught:
+        two.newest()  # and no older one is taken in its place
+    assert "checkpoint export" in str(caught.value.hint)
 
 
 def test_prune_keeps_the_newest_and_the_best(store: CheckpointStore) -> None:

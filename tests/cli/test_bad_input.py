@@ -89,11 +89,11 @@ BEFORE_LAUNCH: list[tuple[str, Any, list[str], dict[str, Any], list[str]]] = [
         ["9 samples cannot be split evenly over 2 ranks"],
     ),
     (
-        "a mesh that is not there yet",
+        "a mesh that the model cannot be split over",
         with_recipe(plan={"mesh": {"tensor": 2}}),
         [],
         {"field": "plan.mesh.tensor", "found": 2, "allowed": 1},
-        ["supports only 1"],
+        ["nothing says how the layers of Model are split"],
     ),
     (
         "a built-in dataset of length 0",

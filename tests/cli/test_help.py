@@ -33,12 +33,20 @@ def imports_torch(*arguments: str) -> bool:
 
 
 def test_help_of_every_verb_needs_no_torch():
-    for verb in ((), ("train",), ("runs",), ("models",)):
+    for verb in ((), ("plan",), ("train",), ("runs",), ("models",)):
         assert not imports_torch(*verb, "--help")
 
 
 def test_listing_runs_needs_no_torch(tmp_path):
     assert not imports_torch("runs", "--runs", str(tmp_path))
+
+
+def test_planning_needs_no_torch(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "{name: t, model: {use: gpt}, data: {use: synthetic-tokens}, batch: 8, steps: 1, optimizer: {lr: 0.1}}"
+    )
+    assert not imports_torch("plan", str(recipe), "--gpus", "1x8", "--show-layout")
 
 
 def test_counting_parameters_does():

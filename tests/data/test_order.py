@@ -7,10 +7,10 @@ from math import factorial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from gradus.data.order import noise, permuted, sample_indices, stable_hash
+from gradus.data.order import noise, permuted, sample_indices
 
 lengths = st.integers(1, 3000)
 seeds = st.integers(0, 2**63)
@@ -116,19 +116,3 @@ def test_the_order_is_the_one_of_all_versions() -> None:
     assert sample_indices(42, 1_000_003, 10**9, 4).tolist() == [562778, 916634, 413174, 628896]
     assert sample_indices(0, 2**60, 0, 3).tolist() == [498522779284269519, 252799308176090566, 899567730878629264]
     assert noise(7, np.arange(3)).tolist() == [1346066267577507604, 7191089600892374487, 309689372594955804]
-    assert stable_hash("dropout", 1, 2) == 8713145693854617313
-
-
-@settings(max_examples=200)
-@given(
-    one=st.lists(st.integers() | st.text(), max_size=4),
-    other=st.lists(st.integers() | st.text(), max_size=4),
-)
-def test_different_parts_have_different_hashes(one: list[int | str], other: list[int | str]) -> None:
-    assert (stable_hash(*one) == stable_hash(*other)) == (one == other)
-    assert 0 <= stable_hash(*one) < 2**64
-
-
-def test_a_hash_keeps_borders_and_kinds_apart() -> None:
-    parts: list[tuple[int | str, ...]] = [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (-1,), (1, 1), (11,), ()]
-    assert len({stable_hash(*each) for each in parts}) == len(parts)

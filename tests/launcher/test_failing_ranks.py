@@ -118,3 +118,52 @@ def test_killing_launcher_and_torchrun_takes_the_ranks_along(gradus):
     process.communicate()
     os.kill(agent, signal.SIGKILL)
     wait_until(lambda: not rank_processes(run), seconds=10)
+
+
+FULL = """
+import os
+import torch
+from own import Model
+
+class Full(Model):
+    def forward(self, x, y):
+        if self.steps == 2 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+        return super().forward(x, y)
+"""
+
+
+def test_a_rank_that_runs_out_of_memory_explains_itself_and_is_not_started_again(gradus):
+    (gradus.folder / "full.py").write_text(FULL)
+    recipe, run = gradus.recipe(model={"use": "full.py:Full"}), gradus.run("full")
+    done = gradus("train", recipe, "--nproc", "2", "--run-id", "full", PYTHONPATH=str(gradus.folder))
+    assert done.code == 93
+    assert "error: rank 1 on " in done.err
+    assert ": out of memory in the forward pass: " in done.err
+    assert "what binds: " in done.err
+    assert "Traceback" not in done.err
+    (end,) = [event for event in events(run) if event["event"] == "end"]
+    assert (end["exit_code"], end["error"]["kind"], end["error"]["rank"]) == (93, "out-of-memory", 1)
+    assert "Traceback" in "".join(path.read_text() for path in (run / "attempts").rglob("*.log")), "for who wants it"
+
+
+FULL_LOOP = """
+import torch
+import gradus
+
+run = gradus.Run.start({"name": "loop", "batch": 4, "steps": 4})
+model = torch.nn.Linear(4, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for x, y in run.batches([(torch.ones(4), torch.ones(1))] * 8):
+    if run.steps_done == 2:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+    run.step(((model(x) - y) ** 2).mean())
+"""
+
+
+def test_so_does_an_own_loop(gradus):
+    (gradus.folder / "loop.py").write_text(FULL_LOOP)
+    done = gradus("train", "--nproc", "1", "--run-id", "loop", "--", "loop.py")
+    assert done.code == 93
+    assert "out of memory in the forward pass: " in done.err
+    assert "Traceback" not in done.err

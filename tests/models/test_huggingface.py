@@ -234,12 +234,22 @@ def test_it_is_no_line_of_the_catalogue_but_a_known_name() -> None:
         catalogue.resolve("hugingface", {})
 
 
-def test_a_folder_is_read_to_the_host_under_any_default_device(tmp_path: Path) -> None:
+def test_a_folder_is_read_to_the_host_under_any_default_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers takes another one for a `device_map`, which it refuses without accelerate."""
     saved = gpt2()
     saved.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch, "get_default_device", lambda: torch.device("cuda"))  # which this machine may not have
     with torch.device("meta"):
         model = catalogue.build("huggingface", {"path": str(tmp_path)})
     assert model.training
     for name, parameter in saved.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
+
+
+def test_on_the_meta_device_a_folder_is_the_shape_of_its_model(tmp_path: Path) -> None:
+    saved = gpt2()
+    saved.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = catalogue.build("huggingface", {"path": str(tmp_path)})
+    assert {name: p.shape for name, p in model.named_parameters()} == {n: p.shape for n, p in saved.named_parameters()}
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

@@ -34,7 +34,7 @@ from transformers import (
 
 from gradus.checkpoint.store import CheckpointStore
 from gradus.models import catalogue
-from gradus.models.layouts import bert, gpt2, layout_of, llama
+from gradus.models.layouts import Run, bert, gpt2, layout_of, llama
 from gradus.models.settings import BERTSettings, GPTSettings, Settings
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
@@ -242,6 +242,7 @@ def test_our_model_exported_gives_the_same_logits_in_transformers(tmp_path: Path
     [
         (GPTSettings(), gpt2(GPTSettings())),
         (GPTSettings(**{k: v for k, v in LLAMA.items() if k != "use"}), None),
+        (GPTSettings(**{k: v for k, v in LLAMA.items() if k != "use"}, kv_heads=2), None),
         (BERTSettings(pooler=True), bert(BERTSettings(pooler=True))),
     ],
 )
@@ -249,12 +250,13 @@ def test_every_parameter_is_linked_exactly_once(settings: Settings, layout: Any)
     layout = layout or llama(settings)  # type: ignore[arg-type]
     use = "bert" if isinstance(settings, BERTSettings) else "gpt"
     model = catalogue.build(use, asdict(settings))
-    rows: dict[str, int] = {}
+    lengths = {name: parameter.shape[0] for name, parameter in model.named_parameters()}
+    rows: dict[str, list[int]] = {name: [] for name in lengths}
     for link in layout.links:
-        length = dict(model.named_parameters())[link.ours].shape[0]
-        assert link.first_row == rows.get(link.ours, 0)
-        rows[link.ours] = link.first_row + (length if link.rows is None else link.rows)
-    assert rows == {name: parameter.shape[0] for name, parameter in model.named_parameters()}
+        runs = link.runs or (Run(0, 0, lengths[link.ours]),)
+        assert [run.theirs for run in runs] == [sum(run.rows for run in runs[:i]) for i in range(len(runs))]
+        rows[link.ours] += [run.ours + row for run in runs for row in range(run.rows)]
+    assert {name: sorted(found) for name, found in rows.items()} == {n: list(range(k)) for n, k in lengths.items()}
 
 
 def refusal(folder: Path, options: dict[str, Any]) -> InputError:

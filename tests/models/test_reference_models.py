@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gradus.models import catalogue
 from gradus.models.output import LossOutput
+from gradus.parallel.materialise import materialise
 
 TINY_LLAMA = {
     "layers": 2,
@@ -73,7 +74,7 @@ def test_nothing_is_allocated_on_meta_and_later_weights_are_the_same(name: str) 
         deferred = tiny(name)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(tensor.is_meta for tensor in (*deferred.parameters(), *deferred.buffers()))
-    deferred.to_empty(device="cpu")
+    materialise(deferred, torch.device("cpu"))
     for tensor in (*deferred.parameters(), *deferred.buffers()):
         tensor.data.fill_(77)  # what is not initialised shows
     torch.manual_seed(7)

@@ -11,6 +11,7 @@ from gradus.models.gpt import GPT
 from gradus.models.layers import Attention, LayerNorm, RMSNorm, Rotary
 from gradus.models.settings import BERTSettings, GPTSettings
 from gradus.schema.errors import InputError
+from gradus.parallel.materialise import materialise
 
 
 def small_gpt(**settings: object) -> GPT:
@@ -53,12 +54,11 @@ def test_grouped_query_attention_equals_repeated_keys_and_values() -> None:
     repeated.out.load_state_dict(grouped.out.state_dict())
 
     def repeat(rows: torch.Tensor) -> torch.Tensor:
-        q, k, v = rows.split([heads * head_width, kv_heads * head_width, kv_heads * head_width])
-        k, v = (
-            part.unflatten(0, (kv_heads, head_width)).repeat_interleave(heads // kv_heads, dim=0).flatten(0, 1)
-            for part in (k, v)
-        )
-        return torch.cat((q, k, v))
+        """Each group's rows (two queries, a key, a value) as two groups that share the key and the value."""
+        queries = heads // kv_heads
+        groups = rows.unflatten(0, (kv_heads, queries + 2, head_width))
+        shared = [[group[query], group[queries], group[queries + 1]] for group in groups for query in range(queries)]
+        return torch.cat([part for group in shared for part in group])
 
     x = torch.randn(2, 6, width, dtype=torch.float64)
     mixed = grouped(x)
@@ -93,14 +93,15 @@ def test_rotary_tables_exist_once_and_are_not_saved() -> None:
     assert not [name for name in model.state_dict() if "rotary" in name]
 
 
-def test_a_tied_head_is_the_embedding_also_after_to_empty() -> None:
+def test_a_tied_head_is_the_embedding_also_if_memory_comes_later() -> None:
     for model in (small_gpt(), BERT(BERTSettings(layers=1, width=32))):
         output = model.head.output if isinstance(model, GPT) else model.head.decoder
         assert output.weight is model.embedding.token.weight
     with torch.device("meta"):
         deferred = small_gpt()
     assert deferred.head.output.weight is deferred.embedding.token.weight
-    deferred.to_empty(device="cpu").init_weights()
+    materialise(deferred, torch.device("cpu"))
+    deferred.init_weights()
     assert deferred.head.output.weight is deferred.embedding.token.weight
     untied = small_gpt(tied=False)
     assert not torch.equal(untied.head.output.weight, untied.embedding.token.weight)

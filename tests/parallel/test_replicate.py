@@ -9,6 +9,7 @@ from replicate_cases import (
     PartlyUsed,
     WithBuffers,
     collectives_of_sharing,
+    replicas_beside_stages,
     start_and_train,
     train_with_unused,
     unused_in_the_last_micro_batch,
@@ -17,6 +18,7 @@ from replicate_cases import (
 from gradus.parallel.replicate import check_every_parameter_is_used, explain_ddp_error
 from gradus.parallel.world import alone
 from gradus.schema.errors import InputError
+from gradus.schema.plan import Mesh
 
 
 def test_replicas_start_with_rank_0s_tensors_train_alike_and_share_their_buffers(pool: Pool) -> None:
@@ -40,6 +42,29 @@ def test_replicas_start_with_rank_0s_tensors_train_alike_and_share_their_buffers
 
 def test_a_model_whose_buffers_are_all_batch_statistics_sends_nothing(pool: Pool) -> None:
     assert pool.run(2, collectives_of_sharing) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups"),
+    [
+        (Mesh(replicate=2, pipeline=2), [[0, 2], [1, 3]]),
+        (Mesh(pipeline=2, context=2), [[0, 1], [2, 3]]),
+        (Mesh(tensor=4), [[0], [1], [2], [3]]),
+    ],
+)
+def test_only_ranks_that_hold_the_same_are_replicas(pool: Pool, mesh: Mesh, groups: list[list[int]]) -> None:
+    """Parameters, buffers, gradients and batch statistics are shared inside a group, and with nobody else."""
+    ranks = pool.run(4, replicas_beside_stages, mesh)
+    for group in groups:
+        inputs = torch.cat([ranks[rank]["x"] for rank in group])
+        for rank in group:
+            found = ranks[rank]
+            assert torch.equal(found["start"]["linear.weight"], torch.full((2, 2), group[0] + 1.0))
+            assert torch.equal(found["start"]["seen"], torch.full((1,), group[0] + 1.0))
+            assert torch.equal(found["seen"], torch.full((1,), float(group[0])))
+            assert found["mean"] == pytest.approx(0.1 * inputs.mean(0), rel=1e-6)
+            of_weight = inputs.sum(0) / len(group)  # the sum of losses of each rank, averaged; bf16 holds it exactly
+            assert torch.equal(found["linear.weight"], of_weight.expand(2, 2))
 
 
 @pytest.mark.parametrize(("unused", "names"), [(1, "unused.0 (1 of"), (7, "unused.3, unused.4, ... (7 of")])

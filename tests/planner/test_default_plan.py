@@ -121,25 +121,108 @@ def test_precision_follows_from_what_the_gpu_can_do(cluster, precision):
     assert choice.plan.compile == (cluster.gpus_per_node > 0)
 
 
+def test_where_fp16_would_be_refused_it_is_not_chosen():
+    choice = default_plan(recipe(16, {"mesh": {"pipeline": 2}}), gpus(2, [7, 0]))
+    assert choice.plan.precision == "fp32"
+    assert "pipeline cannot scale the loss" in choice.reasons["precision"]
+
+
 def test_a_precision_that_is_only_assumed_says_so():
     assert "assumed" in default_plan(recipe(), gpus(1, None, name="Own GPU 9"), 1).reasons["precision"]
     assert "assumed" not in default_plan(recipe(), gpus(1, [8, 0], name="Own GPU 9"), 1).reasons["precision"]
 
 
 @pytest.mark.parametrize(
-    ("plan", "ranks", "field"),
+    ("mesh", "zero", "reason"),
     [
-        ({"mesh": {"tensor": 2}}, 2, "plan.mesh.tensor"),
-        ({"mesh": {"pipeline": 2}}, 2, "plan.mesh.pipeline"),
-        ({"mesh": {"context": 2}}, 2, "plan.mesh.context"),
-        ({"mesh": {"shard": 2}, "zero": 1}, 2, "plan.mesh.shard"),
-        ({"recompute": "full"}, 1, "plan.recompute"),
-        ({"offload": "cpu"}, 1, "plan.offload"),
-        ({"precision": "fp8"}, 1, "plan.precision"),
+        ({"replicate": 2}, 0, "mesh.shard is 1"),
+        ({"shard": 2}, 3, "the least memory"),
+        ({"replicate": 2, "shard": 2}, 3, "the least memory"),
+        ({"shard": 2, "pipeline": 2}, 1, "for every micro-batch"),
     ],
 )
-def test_what_this_version_cannot_do_is_refused(plan, ranks, field):
-    assert refusal(recipe(plan=plan), CPU, ranks).details["field"] == field
+def test_who_shards_without_saying_what_gets_the_stage_that_suits(mesh, zero, reason):
+    choice = default_plan(recipe(16, {"mesh": mesh}), CPU)
+    assert choice.plan.zero == zero
+    assert reason in choice.reasons["zero"]
+
+
+def test_who_says_only_zero_gets_a_mesh_that_shards():
+    choice = default_plan(recipe(plan={"zero": 2}), CPU, 4)
+    assert (choice.plan.mesh, choice.plan.zero) == (Mesh(shard=4), 2)
+    assert "zero 2 divides" in choice.reasons["mesh"]
+    assert choice.reasons["zero"] == "fixed by the recipe"
+    assert "more ranks" in (refusal(recipe(plan={"zero": 2}), CPU, 1).hint or "")
+
+
+@pytest.mark.parametrize(
+    ("batch", "plan", "micro_batch", "accumulate"),
+    [
+        (64, {}, 4, 16),  # four for each of four stages, and no more than that: matrices stay large
+        (512, {}, 32, 16),
+        (8, {}, 1, 8),  # fewer than that where the batch has no more
+        (12, {}, 1, 12),
+        (6, {}, 1, 6),  # no multiple of the stages divides it, but 1f1b needs none
+        (64, {"accumulate": 8}, 8, 8),
+        (64, {"micro_batch": 8}, 8, 8),
+        (64, {"pipeline_schedule": "gpipe"}, 4, 16),
+        (36, {"pipeline_schedule": "interleaved"}, 1, 36),
+        (10, {"pipeline_schedule": "interleaved"}, 1, 10),  # two rounds of five
+        (64, {"pipeline_schedule": "zero-bubble"}, 4, 16),
+    ],
+)
+def test_a_pipeline_gets_enough_micro_batches(batch, plan, micro_batch, accumulate):
+    model = {"use": "gpt", "layers": 8}
+    choice = default_plan(recipe(batch, {"mesh": {"pipeline": 4}, **plan}, model=model), CPU)
+    assert (choice.plan.micro_batch, choice.plan.accumulate) == (micro_batch, accumulate)
+    if not {"accumulate", "micro_batch"} & plan.keys():
+        assert f"{accumulate} micro-batches for 4 stages: a rank idles for" in choice.reasons["accumulate"]
+
+
+def test_interleaved_gets_two_stages_on_each_rank_for_which_there_must_be_blocks():
+    plan = {"mesh": {"pipeline": 4}, "pipeline_schedule": "interleaved"}
+    choice = default_plan(recipe(16, plan, model={"use": "gpt", "layers": 8}), CPU)
+    assert choice.plan.stages_per_rank == 2
+    assert "two stages on each rank" in choice.reasons["stages_per_rank"]
+    error = refusal(recipe(16, plan, model={"use": "gpt", "layers": 4}), CPU, 4)
+    assert "= 8 stages, but the model has 4 blocks" in error.message
+    assert error.hint == "use plan.mesh.pipeline=2"
+    assert "pipeline_schedule" not in default_plan(recipe(), CPU, 1).reasons
+
+
+def test_what_zero_bubble_cannot_take_is_left_out_unasked():
+    plan = {"mesh": {"pipeline": 2}, "pipeline_schedule": "zero-bubble"}
+    choice = default_plan(recipe(16, plan), gpus(2, [9, 0]))
+    assert not choice.plan.compile
+    assert "takes backward apart" in choice.reasons["compile"]
+    assert default_plan(recipe(16, {"mesh": {"pipeline": 2}}), gpus(2, [9, 0])).plan.compile
+
+
+def test_ranks_may_share_gpus_if_the_recipe_says_so():
+    two = gpus(2, [9, 0])
+    assert default_plan(recipe(plan={"ranks_per_gpu": 2}), two).plan.mesh == Mesh(replicate=4)
+    assert default_plan(recipe(plan={"ranks_per_gpu": 2}), two, 4).plan.mesh.world_size == 4
+    assert default_plan(recipe(plan={"ranks_per_gpu": 2, "mesh": {"shard": 3}}), two).plan.zero == 3
+    error = refusal(recipe(plan={"ranks_per_gpu": 2}), two, 6)
+    assert "6 ranks need GPUs, but box has 2, which take 4 with plan.ranks_per_gpu 2" in error.message
+    assert "plan.ranks_per_gpu=3" in (error.hint or "")
+    assert default_plan(recipe(10, {"ranks_per_gpu": 4}), two).reasons["mesh"] == (
+        "5 of 8 places on GPUs (4 on each): batch 10 cannot be split evenly over 6 to 8 ranks"
+    )
+
+
+def test_a_mesh_that_needs_more_gpus_than_there_are_is_refused_with_one_that_does_not():
+    with pytest.raises(InputError) as caught:
+        default_plan(recipe(16, {"mesh": {"tensor": 2, "shard": 4}}), gpus(4, [9, 0]))
+    assert caught.value.details["field"] == "plan.mesh"
+    assert "8 ranks need a GPU each, but box has 4" in caught.value.message
+    assert "for 4 ranks: plan.mesh={shard: 2, tensor: 2}" in (caught.value.hint or "")
+
+
+def test_workers_share_the_cores_of_the_nodes_that_are_used():
+    many = gpus(4, [9, 0], nodes=64)  # 32 cores on each
+    assert "8 cores for each rank" in default_plan(recipe(16, {"mesh": {"replicate": 8}}), many).reasons["workers"]
+    assert "32 cores for each rank" in default_plan(recipe(16, {"mesh": {"replicate": 1}}), many).reasons["workers"]
 
 
 def test_a_mesh_of_another_size_than_the_ranks_is_refused_before_the_batch_is_blamed():
@@ -192,13 +275,15 @@ IMAGES = {"data": {"use": "synthetic-images"}}
         ("simple-cnn", gpus(1, [8, 0]), {"precision": "tf32"}, True),
         ("simple-cnn", gpus(1, [8, 0]), {"precision": "fp32"}, False),
         ("resnet18", CPU, {}, False),
+        ("resnet18", gpus(2, [8, 0]), {"mesh": {"shard": 2}}, False),
+        ("vit", gpus(4, [8, 0]), {"mesh": {"tensor": 3}}, True),
         ("gpt", gpus(1, [8, 0]), {}, False),
         ("own.py:Net", gpus(1, [8, 0]), {}, False),
         ("own.py:Net", gpus(1, [8, 0]), {"channels_last": True}, True),
     ],
 )
 def test_only_reference_models_of_images_get_channels_last_unasked(model, cluster, plan, channels_last):
-    choice = default_plan(recipe(plan=plan, model={"use": model}, **IMAGES), cluster, 1)
+    choice = default_plan(recipe(plan=plan, model={"use": model}, **IMAGES), cluster, None if plan else 1)
     assert choice.plan.channels_last == channels_last
     assert choice.reasons["channels_last"]
 

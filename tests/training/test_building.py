@@ -11,15 +11,15 @@ import huggingface_cases
 import pytest
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from training_cases import recipe_for
 
 from gradus.data.loader import Indexed
-from gradus.models import catalogue
+from gradus.models import initialise
 from gradus.planner.resolve import resolved
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
-from gradus.training.building import build_model, finished_model, initial_model, open_data
+from gradus.training.building import build_model, finished_model, open_data
 
 CPU = torch.device("cpu")
 MODELS = """\
@@ -161,19 +161,18 @@ def test_a_users_model_is_in_fp64_where_the_plan_says_so(files: Path) -> None:
 def test_a_base_of_adapters_is_drawn_on_the_host_whatever_it_is_trained_on(
     monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
-    drawn_on: list[str] = []
-    build = catalogue.build
+    devices: list[torch.device | None] = []
+    draw = initialise.draw
 
-    def watched(use: str, options: dict[str, Any]) -> nn.Module:
-        model = build(use, options)
-        drawn_on.extend(parameter.device.type for parameter in model.parameters())
-        return model
+    def watched(tensor: Tensor, name: str, *rest: Any, drawn_on: torch.device | None, **options: Any) -> None:
+        devices.append(drawn_on)
+        draw(tensor, name, *rest, drawn_on=drawn_on, **options)
 
-    monkeypatch.setattr(catalogue, "build", watched)
+    monkeypatch.setattr(initialise, "draw", watched)
     changes: dict[str, Any] = {"lora": {"rank": 2}} if lora else {}
-    model = initial_model(recipe_for("gpt", **changes), torch.device("meta"), torch.float64)
-    assert set(drawn_on) == {"cpu" if lora else "meta"}
-    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.float64)}
+    model = build_model(recipe_for("gpt", **changes), CPU, torch.float64)
+    assert set(devices[-4:]) == {CPU if lora else None}, "None is wherever the weights are"
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.float64)}
 
 
 def test_every_rank_and_attempt_starts_from_the_same_weights(files: Path) -> None:

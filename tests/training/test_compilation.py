@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradus.models import catalogue
-from gradus.training.compilation import compile_model, parts_to_compile, repeated_blocks
+from gradus.training.compilation import compile_model, parts_to_compile
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 5, "width": 16, "heads": 2, "context": 12},
@@ -52,25 +52,30 @@ def loss_and_gradients(model: nn.Module, tokens: Tensor, targets: Tensor) -> tup
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_blocks_of_a_transformer_are_found(name: str) -> None:
+def test_the_blocks_of_a_transformer_and_what_is_around_them_are_parts(name: str) -> None:
     model = catalogue.build(name, SMALL[name])
-    assert repeated_blocks(model) == list(model.blocks)  # type: ignore[arg-type]
+    assert parts_to_compile(model) == [*model.blocks, model.embedding, model.head]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["simple-cnn", "mnist-cnn"])
-def test_a_model_without_repeated_blocks_is_compiled_whole(name: str) -> None:
-    model = catalogue.build(name, {})
-    assert repeated_blocks(model) == []
+@pytest.mark.parametrize("name", ["simple-cnn", "mnist-cnn", "resnet18", "resnet50", "resnet101"])
+def test_a_model_whose_blocks_share_no_code_is_compiled_whole(name: str) -> None:
+    """A ResNet has blocks of eight shapes."""
+    with torch.device("meta"):
+        model = catalogue.build(name, {})
     assert parts_to_compile(model) == [model]
 
 
-def test_two_layers_that_differ_are_no_repetition() -> None:
-    assert repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))) == []
+def test_encoder_and_decoder_are_compiled_by_blocks() -> None:
+    with torch.device("meta"):
+        model = nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=32)
+    blocks = [*model.encoder.layers, *model.decoder.layers]
+    assert parts_to_compile(model)[:4] == blocks
 
 
 def test_blocks_that_hold_little_of_the_model_are_not_worth_it() -> None:
-    small = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert repeated_blocks(nn.ModuleDict({"small": small, "large": nn.Linear(100, 100)})) == []
+    small = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]
+    model = nn.Sequential(*small, nn.Linear(2, 100))
+    assert parts_to_compile(model) == [model]
 
 
 @pytest.mark.parametrize("name", [*SMALL, "resnet18", "resnet50", "simple-cnn", "mnist-cnn"])

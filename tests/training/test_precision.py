@@ -57,9 +57,28 @@ def test_tf32_on_a_cpu_is_refused_with_the_alternative() -> None:
     assert caught.value.details["allowed"] == "fp32"
 
 
+def test_fp8_on_a_cpu_is_refused_with_the_reason_and_the_alternative() -> None:
+    with pytest.raises(InputError, match="the CPU does not have: it has no FP8 matrix multiplication") as caught:
+        numbers_for("fp8", CPU)
+    assert caught.value.hint == "use plan.precision=bf16"
+
+
+def test_fp8_is_bf16_but_for_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    gpu = torch.device("cuda", 0)
+    assert numbers_for("fp8", gpu) == numbers_for("bf16", gpu)
+
+
 @pytest.mark.parametrize(
     ("precision", "capability", "alternative"),
-    [("bf16", (7, 5), "fp16"), ("tf32", (7, 0), "fp32"), ("bf16", (6, 1), "fp16")],
+    [
+        ("bf16", (7, 5), "fp16"),
+        ("tf32", (7, 0), "fp32"),
+        ("bf16", (6, 1), "fp16"),
+        ("fp8", (8, 6), "bf16"),
+        ("fp8", (7, 0), "fp16"),
+    ],
 )
 def test_an_older_gpu_is_refused_what_it_lacks_with_the_alternative(
     monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], alternative: str

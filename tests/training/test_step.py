@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from gradus.data.loader import Indexed, Loader, MicroBatch, Slices
 from gradus.models import catalogue
 from gradus.parallel.world import alone
-from gradus.schema.errors import GradusError
 from gradus.schema.recipe import OptimizerBlock, Recipe
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
@@ -103,8 +102,11 @@ def test_gradient_is_that_of_the_whole_batch_whatever_each_micro_batch_holds(acc
 
 
 def test_a_mean_of_means_would_be_something_else() -> None:
-    """The test above could not fail if the counts were equal."""
+    """The test above could not fail if the counts were equal, or the losses of the halves."""
     model = small_gpt()
+    with torch.no_grad():  # so far from its start that it prefers some tokens
+        for parameter in model.parameters():
+            parameter.mul_(5.0)
     means = []
     for micro in cut(2):
         logits = model(micro.inputs["tokens"])  # type: ignore[call-overload]
@@ -194,15 +196,3 @@ def test_a_warm_up_step_leaves_nothing_behind() -> None:
     assert not any(step.optimizer.state.values())
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
-
-
-def test_out_of_memory_in_backward_says_what_to_change() -> None:
-    step = stepped(small_gpt(), accumulate=1)
-
-    def full(gradient: Tensor) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    next(step.model.parameters()).register_hook(full)
-    with pytest.raises(GradusError, match="out of memory in the backward pass: CUDA out of memory") as caught:
-        step.run(cut(1), 0, 1.0, measure_norm=False)
-    assert "plan.micro_batch" in (caught.value.hint or "")

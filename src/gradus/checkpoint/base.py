@@ -10,10 +10,12 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gradus.checkpoint.weights import ADAPTER_MARK
+from gradus.parallel.part import whole
+from gradus.parallel.world import World
 
 _ATTRIBUTE = "_gradus_base"
 _CHUNK = 4 * 1024 * 1024  # numbers at once: the sums are taken in 64 bits
@@ -25,12 +27,21 @@ class Base:
     fingerprint: int
 
 
-def mark_base(model: nn.Module) -> None:
-    """Remember which parameters are not trained, and what they are, as those that checkpoints leave out."""
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+def mark_base(model: nn.Module, world: World | None = None) -> None:
+    """Remember which parameters are not trained, and what they are, as those that checkpoints leave out.
+
+    Of a model that is divided over a world's ranks, all of them must call it.
+    """
+    frozen = {name: p for name, p in sorted(model.named_parameters()) if not p.requires_grad}
+    lines = {name: f"{name} {tuple(p.shape)} {bits_summed(p)}\n" for name, p in frozen.items()}
+    if world is not None and world.mesh.pipeline > 1:  # each stage knows its own
+        group = world.submesh("pipeline").get_group()
+        stages: list[dict[str, str]] = [{} for _ in range(world.mesh.pipeline)]
+        dist.all_gather_object(stages, lines, group=group)
+        lines = {name: line for stage in stages for name, line in stage.items()}
     digest = hashlib.blake2b(digest_size=8)
-    for name, parameter in sorted(frozen.items()):
-        digest.update(f"{name} {tuple(parameter.shape)} {bits_summed(parameter)}\n".encode())
+    for _, line in sorted(lines.items()):
+        digest.update(line.encode())
     fingerprint = int.from_bytes(digest.digest(), "little", signed=True)
     vars(model)[_ATTRIBUTE] = Base(frozenset(frozen), fingerprint)
 
@@ -52,8 +63,7 @@ def bits_summed(parameter: Tensor) -> int:
     Taken in whole numbers, which wrap around and so add up in any order, and of the values in 32 bits, so that it does
     not depend on the precision that a run keeps its parameters in.
     """
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    flat = whole.detach().reshape(-1)
+    flat = whole(parameter).reshape(-1)
     total = 0
     for start in range(0, flat.numel(), _CHUNK):
         bits = flat[start : start + _CHUNK].to(torch.float32).view(torch.int32).to(torch.int64)

@@ -19,7 +19,8 @@ from typing import Any
 from gradus.checkpoint.tensor_file import read_header
 from gradus.schema.errors import GradusError, InputError
 
-FORMAT = 1
+# 2: rows of `attention.qkv` lie in groups, one for each key-value head. Read as 1 they would be taken for others.
+FORMAT = 2
 TENSORS, MANIFEST, COMMITTED = "tensors.safetensors", "MANIFEST.json", "COMMITTED"
 _CHUNK_BYTES = 8 * 1024 * 1024
 
@@ -41,7 +42,14 @@ def verify_folder(path: Path, *, every_byte: bool = True) -> dict[str, Any]:
     _compare(path / MANIFEST, _read_json(path / COMMITTED), COMMITTED, every_byte=True)
     manifest = _read_json(path / MANIFEST)
     if manifest["format"] != FORMAT:
-        raise DamagedCheckpoint(f"{path}: format {manifest['format']}, this version reads {FORMAT}", path=str(path))
+        raise InputError(
+            f"{path}: a checkpoint of format {manifest['format']}, this version reads {FORMAT}",
+            hint="the version that wrote it can bring its weights along: `gradus checkpoint export RUN --out FOLDER "
+            "--layout huggingface`, then model.weights: FOLDER",
+            found=manifest["format"],
+            allowed=FORMAT,
+            path=str(path),
+        )
     for name, expected in manifest["files"].items():
         _compare(path / name, expected, MANIFEST, every_byte=every_byte)
     with _readable(path / TENSORS):

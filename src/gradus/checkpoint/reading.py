@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from gradus.checkpoint.tensor_file import StoredTensor
+from gradus.parallel.part import local_part
 from gradus.schema.errors import InputError
 
 DTYPES = {
@@ -38,43 +36,36 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 32 * 1024 * 1024  # what is held besides the tensor itself, where bytes cannot go straight into it
 
-
-@dataclass(frozen=True)
-class Box:
-    """The part of a tensor that this rank holds: for each dimension, where it begins and how long it is."""
-
-    tensor: Tensor  # its memory here
-    offset: tuple[int, ...]
-
-
-def local_part(tensor: Tensor) -> Box:
-    """All of a plain tensor; of one that is sharded over ranks, this rank's shard."""
-    if not isinstance(tensor, DTensor):
-        return Box(tensor.detach(), (0,) * tensor.dim())
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tensor.to_local().detach(), tuple(offset))
+# Rows that lie side by side in both: where they begin in the stored tensor and in the target, and how many they are.
+Run = tuple[int, int, int]
 
 
 @torch.no_grad()
-def read_rows(stored: StoredTensor, target: Tensor, first_row: int = 0, *, transposed: bool = False) -> None:
-    """Fill the rows of `target` from `first_row` on with a stored tensor, or with its transpose.
+def read_rows(
+    stored: StoredTensor, target: Tensor, runs: Sequence[Run] | None = None, *, transposed: bool = False
+) -> None:
+    """Fill rows of `target` with those of a stored tensor, or of its transpose; without `runs`, all of them in order.
 
     Of a sharded target, only the bytes of this rank's rows are read (of a transposed one, all of them, but never held).
     """
     part = local_part(target)
-    assert part.tensor.device.type != "meta", "a model on the meta device has no memory yet: to_empty gives it some"
-    shape = tuple(reversed(stored.shape)) if transposed else stored.shape
+    assert part.tensor.device.type != "meta", "a model on the meta device has no memory yet"
+    shape = (tuple(reversed(stored.shape)) if transposed else stored.shape) or (1,)
     box, offset = (part.tensor, part.offset) if part.tensor.dim() else (part.tensor.view(1), (0,))
-    shape = shape or (1,)
-    begin = max(first_row, offset[0])
-    end = min(first_row + shape[0], offset[0] + box.shape[0])
-    if end <= begin or not box.numel():
+    if not box.numel():
         return
-    here = box[begin - offset[0] : end - offset[0]]
-    lows = (begin - first_row, *offset[1:])
-    if transposed:
-        here, lows = here.T, (lows[1], lows[0])
-    _fill(stored, here, lows)
+    pieces = []
+    for theirs, ours, rows in runs or [(0, 0, shape[0])]:
+        begin, end = max(ours, offset[0]), min(ours + rows, offset[0] + box.shape[0])
+        if begin < end:
+            here, lows = box[begin - offset[0] : end - offset[0]], (theirs + begin - ours, *offset[1:])
+            pieces.append((here.T, (lows[1], lows[0])) if transposed else (here, lows))
+    with _descriptor(stored) as descriptor:
+        if transposed:  # every piece needs the same stored rows, and each some columns of them
+            _fill(stored, descriptor, pieces)
+        else:
+            for piece in pieces:
+                _fill(stored, descriptor, [piece])
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
@@ -84,22 +75,30 @@ def read_tensor(stored: StoredTensor) -> Tensor:
     return tensor
 
 
-def _fill(stored: StoredTensor, target: Tensor, lows: tuple[int, ...]) -> None:
-    """Copy the box of the stored tensor that begins at `lows` and is as large as `target`."""
+def _fill(stored: StoredTensor, descriptor: int, pieces: Sequence[tuple[Tensor, tuple[int, ...]]]) -> None:
+    """Copy boxes of the stored tensor, each as large as its target; `lows` is where it begins. All cover the same rows.
+
+    What does not go straight into a target is read once, however many pieces take their part of it.
+    """
+    if not pieces:
+        return
     dtype = DTYPES[stored.dtype]
+    target, lows = pieces[0]
     whole_rows = tuple(target.shape[1:]) == (stored.shape or (1,))[1:]
     row_bytes = stored.byte_count // max(1, (stored.shape or (1,))[0])
-    with _descriptor(stored) as descriptor:
-        start = stored.start + lows[0] * row_bytes
-        if whole_rows and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-            _read_exactly(descriptor, target, start, stored)
-            return
-        rows_at_once = max(1, CHUNK_BYTES // max(1, row_bytes))
-        for row in range(0, target.shape[0], rows_at_once):
-            rows = min(rows_at_once, target.shape[0] - row)
-            chunk = torch.empty((rows, *stored.shape[1:]), dtype=dtype)
-            _read_exactly(descriptor, chunk, start + row * row_bytes, stored)
-            for dim in range(1, chunk.dim()):
+    start = stored.start + lows[0] * row_bytes
+    if whole_rows and target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+        _read_exactly(descriptor, target, start, stored)
+        return
+    rows_at_once = max(1, CHUNK_BYTES // max(1, row_bytes))
+    all_rows = target.shape[0]
+    for row in range(0, all_rows, rows_at_once):
+        rows = min(rows_at_once, all_rows - row)
+        whole = torch.empty((rows, *stored.shape[1:]), dtype=dtype)
+        _read_exactly(descriptor, whole, start + row * row_bytes, stored)
+        for target, lows in pieces:
+            chunk = whole
+            for dim in range(1, whole.dim()):
                 chunk = chunk.narrow(dim, lows[dim], target.shape[dim])
             target[row : row + rows].copy_(chunk)
 

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gradus.checkpoint.base import base_of, fingerprint_tensor
+from gradus.checkpoint.reading import DTYPES, read_rows, read_tensor
+from gradus.checkpoint.tensor_file import StoredTensor
 from gradus.checkpoint.weights import ADAPTER_MARK, MODEL_PREFIX
+from gradus.parallel.part import local_part, put_rows
+from gradus.parallel.world import World
 from gradus.schema.errors import InputError
+
+OPTIMIZER_PREFIX = "optimizer."
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name (`model.<parameter>`, `optimizer.<parameter>.<key>`), and what of the optimizer is no tensor.
 
-    Of a model with adapters only what is trained, and the buffers; a fingerprint stands for the rest.
+    They are whole logical tensors, of which this rank may hold a part. Of a model with adapters only what is trained,
+    and the buffers; a fingerprint stands for the rest.
     """
     base = base_of(model)
     tensors = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in _saved_tensors(model).items()}
     tensors |= fingerprint_tensor(base) if base else {}
     numbers: dict[str, Any] = {}
+    parameters = _trained(model)
     for name, state in _optimizer_states(model, optimizer).items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"optimizer.{name}.{key}"] = value
+                _check_divided_alike(name, key, value, parameters[name])
+                tensors[f"{OPTIMIZER_PREFIX}{name}.{key}"] = value
             elif value is None or isinstance(value, (int, float, str)):
                 numbers.setdefault(name, {})[key] = value
             else:
@@ -37,36 +48,37 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
     return tensors, {"parameters": numbers, "groups": [_group_numbers(group) for group in optimizer.param_groups]}
 
 
-@torch.no_grad()
-def restore_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put saved weights and buffers back in place. Names and shapes must be those of this model."""
+Saved = Mapping[str, Tensor | StoredTensor]
+
+
+def restore_model(model: nn.Module, tensors: Saved, world: World | None = None) -> None:
+    """Put saved weights and buffers back in place. Names and shapes must be those of this model.
+
+    Of tensors in a file, each rank reads what it holds and no more. Of a model in stages, all ranks must call it.
+    """
     expected = _saved_tensors(model)
     _check_base(model, tensors)
     saved = {name.removeprefix(MODEL_PREFIX): t for name, t in tensors.items() if name.startswith(MODEL_PREFIX)}
-    if saved.keys() != expected.keys():
-        missing, unexpected = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+    names = _over_stages(expected.keys(), world)
+    if saved.keys() != names:
+        missing, unexpected = sorted(names - saved.keys()), sorted(saved.keys() - names)
         raise InputError(
             f"the checkpoint is of another model: missing {missing[:5]}, unexpected {unexpected[:5]}", field="model"
         )
     for name, tensor in expected.items():
-        if tensor.shape != saved[name].shape:
+        if tensor.shape != torch.Size(saved[name].shape):
             raise InputError(
                 f"the checkpoint is of another model: {name} is {tuple(saved[name].shape)} there and "
                 f"{tuple(tensor.shape)} here",
                 field="model",
             )
     for name, tensor in expected.items():
-        tensor.copy_(saved[name])
+        put(tensor, saved[name])
 
 
 @torch.no_grad()
 def restore_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
-    numbers: Mapping[str, Any],
-    *,
-    groups: bool,
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Saved, numbers: Mapping[str, Any], *, groups: bool
 ) -> None:
     """Put the optimizer's state back. With `groups`, also what some optimizers keep in their parameter groups."""
     if groups:
@@ -81,25 +93,60 @@ def restore_optimizer(
             )
         for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
             group.update(saved)
+    by_parameter: dict[str, dict[str, Tensor | StoredTensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(OPTIMIZER_PREFIX):
+            parameter_name, _, key = name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
+            by_parameter.setdefault(parameter_name, {})[key] = tensor
     for name, parameter in _trained(model).items():
-        prefix = f"optimizer.{name}."
         state: dict[str, Any] = dict(numbers["parameters"].get(name, {}))
-        for key in tensors:
-            if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                state[key[len(prefix) :]] = _placed(tensors[key], parameter, optimizer)
+        for key, tensor in by_parameter.get(name, {}).items():
+            state[key] = _placed(tensor, parameter, optimizer)
         if state:
             optimizer.state[parameter] = state
 
 
-def _placed(tensor: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    # Step counters live on the host, except where the kernel that updates the parameter decides on the device whether
-    # to: torch's fused optimizers, and LAMB.
-    on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
-    on_host = tensor.dim() == 0 and not on_device and parameter.dim() > 0
-    if on_host:
-        return tensor.clone()
-    placed = torch.empty_like(parameter, dtype=tensor.dtype) if tensor.shape == parameter.shape else None
-    return tensor.to(parameter.device, copy=True) if placed is None else placed.copy_(tensor)
+def put(target: Tensor, saved: Tensor | StoredTensor) -> None:
+    """Copy what this rank holds of a saved tensor, from memory or from a file."""
+    if isinstance(saved, Tensor):
+        put_rows(target, saved)
+    else:
+        read_rows(saved, target)
+
+
+def _placed(saved: Tensor | StoredTensor, parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    dtype = saved.dtype if isinstance(saved, Tensor) else DTYPES[saved.dtype]
+    if torch.Size(saved.shape) == parameter.shape and parameter.dim() > 0:
+        placed = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    else:
+        # Step counters live on the host, except where the kernel that updates the parameter decides on the device
+        # whether to: torch's fused optimizers, and LAMB.
+        on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        on_host = len(saved.shape) == 0 and not on_device and parameter.dim() > 0
+        device = torch.device("cpu") if on_host else local_part(parameter).tensor.device
+        placed = torch.empty(tuple(saved.shape), dtype=dtype, device=device)
+    put(placed, saved)
+    return placed
+
+
+def _check_divided_alike(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
+    """What an optimizer keeps for a divided parameter must be divided with it, or be one number."""
+    if isinstance(parameter, DTensor) and value.dim() and value.shape != parameter.shape:
+        raise InputError(
+            f"optimizer: its state {key!r} of {name} has shape {tuple(value.shape)}, and the parameter, which is "
+            f"divided over ranks, {tuple(parameter.shape)}: it could not be put back on other ranks",
+            hint="use an optimizer that keeps one number for each of a parameter's, such as adamw, or plan.zero=0",
+            field="optimizer.use",
+        )
+
+
+def _over_stages(names: Iterable[str], world: World | None) -> set[str]:
+    """The names that the stages of a pipeline have together."""
+    if world is None or world.mesh.pipeline == 1:
+        return set(names)
+    stages: list[list[str]] = [[] for _ in range(world.mesh.pipeline)]
+    dist.all_gather_object(stages, list(names), group=world.submesh("pipeline").get_group())
+    return {name for stage in stages for name in stage}
 
 
 def _group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +168,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in model_tensors(model).items() if base is None or name not in base.names}
 
 
-def _check_base(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _check_base(model: nn.Module, tensors: Saved) -> None:
     """Adapters mean something only beside the weights that they were trained with."""
     base, saved = base_of(model), tensors.get(ADAPTER_MARK)
     if (base is None) != (saved is None):
@@ -131,7 +178,10 @@ def _check_base(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             hint="start a new run for that; gradus checkpoint export merges adapters into a whole model",
             field="lora",
         )
-    if base is not None and saved is not None and saved.item() != base.fingerprint:
+    if base is None or saved is None:
+        return
+    fingerprint = saved if isinstance(saved, Tensor) else read_tensor(saved)
+    if fingerprint.item() != base.fingerprint:
         raise InputError(
             "model.weights: the checkpoint's adapters were trained beside other weights than those that are loaded now",
             hint="bring back the file that model.weights named when the run began, and freeze the same parameters",

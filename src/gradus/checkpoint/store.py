@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gradus.checkpoint.manifest import (
@@ -29,6 +28,9 @@ from gradus.checkpoint.manifest import (
     fingerprint,
     verify_folder,
 )
+from gradus.checkpoint.reading import read_tensor
+from gradus.checkpoint.tensor_file import StoredTensor, read_header
+from gradus.checkpoint.writing import Writable, in_file_order, writable, write_tensors
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,13 @@ class Checkpoint:
     path: Path
     state: dict[str, Any]
 
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """What tensors there are and where their bytes lie, to be read one by one, or only in part."""
+        return read_header(self.path / TENSORS, "checkpoint").tensors
+
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, in host memory."""
-        return load_file(self.path / TENSORS)
+        return {name: read_tensor(stored) for name, stored in self.stored().items()}
 
 
 class CheckpointStore:
@@ -55,22 +61,31 @@ class CheckpointStore:
         """Steps of the committed checkpoints, ascending."""
         return list(committed_steps(self.folder))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Checkpoint:
-        """Write, checksum, flush to the disk, and only then commit. A failure is an OSError and leaves nothing."""
+    def save(self, step: int, tensors: Mapping[str, Tensor | Writable], state: Mapping[str, Any]) -> Checkpoint:
+        """Write, checksum, flush to the disk, and only then commit. A failure is an OSError and leaves nothing.
+
+        Each tensor is asked for once, in the order of the file, also after a failure: other ranks may be waiting to
+        give their part of it.
+        """
         path = self.path(step)
-        if path.exists():
-            _remove(path)
-        path.mkdir(parents=True)
+        made = {name: writable(name, t) if isinstance(t, Tensor) else t for name, t in tensors.items()}
+        waiting = {name: tensor.get for name, tensor in in_file_order(made)}
+        once = {name: Writable(t.dtype, t.shape, partial(_taken, waiting, name)) for name, t in made.items()}
         try:
-            self._write(path, step, tensors, state)
+            if path.exists():
+                _remove(path)
+            path.mkdir(parents=True)
+            self._write(path, step, once, state)
             self.verify(step)
-        except (SafetensorError, DamagedCheckpoint, OSError) as error:
+        except (DamagedCheckpoint, OSError) as error:
             shutil.rmtree(path, ignore_errors=True)
+            for get in waiting.values():
+                get()
             raise error if isinstance(error, OSError) else OSError(str(error)) from error
         return Checkpoint(step, path, dict(state))
 
-    def _write(self, path: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        save_file(_on_host(tensors), path / TENSORS)
+    def _write(self, path: Path, step: int, tensors: Mapping[str, Writable], state: Mapping[str, Any]) -> None:
+        write_tensors(path / TENSORS, tensors)
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -121,16 +136,8 @@ class CheckpointStore:
                 _remove(self.path(step))
 
 
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies where needed; each with memory of its own, because safetensors refuses to save it twice."""
-    on_host: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().to("cpu").contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        on_host[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
-    return on_host
+def _taken(waiting: dict[str, Callable[[], Tensor]], name: str) -> Tensor:
+    return waiting.pop(name)()
 
 
 def _flush(path: Path) -> None:

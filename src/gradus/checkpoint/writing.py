@@ -13,8 +13,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from gradus.checkpoint.reading import DTYPES
+from gradus.checkpoint.reading import DTYPES, NAMES
 from gradus.checkpoint.tensor_file import ITEM_BYTES
+from gradus.schema.errors import InputError
 
 _ALIGNMENT = 8  # of the tensors' bytes in the file
 
@@ -28,12 +29,26 @@ class Writable:
     get: Callable[[], Tensor]
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Writable]) -> None:
-    """Write a file that any safetensors reader takes, and that is there as a whole or not at all.
+def writable(name: str, tensor: Tensor) -> Writable:
+    """A tensor that is there already. What no safetensors file can hold is refused."""
+    if tensor.dtype not in NAMES or tensor.layout != torch.strided:
+        raise InputError(
+            f"checkpoint: {name} is {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold",
+            field="checkpoint",
+            found=str(tensor.dtype),
+            allowed=sorted(str(dtype) for dtype in NAMES),
+        )
+    return Writable(NAMES[tensor.dtype], tuple(tensor.shape), tensor.detach)
 
-    The widest types come first, so that all lie aligned.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+
+def in_file_order(tensors: Mapping[str, Writable]) -> list[tuple[str, Writable]]:
+    """As they come in a file: the widest types first, so that all lie aligned."""
+    return sorted(tensors.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Writable]) -> None:
+    """Write a file that any safetensors reader takes, and that is there as a whole or not at all."""
+    ordered = in_file_order(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in ordered:

@@ -66,6 +66,25 @@ def train(
     raise typer.Exit(run_command(lambda: train_command(options), json))
 
 
+@app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="A recipe.yaml.")],
+    cluster: Annotated[str | None, typer.Option("--cluster", help="A cluster file. Default: this machine.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="N", help="Plan for N GPUs, or for 4x8: 4 nodes of 8.")
+    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    show_layout: Annotated[
+        bool, typer.Option("--show-layout", help="Show node by node which rank holds which part.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Say how a recipe would be split over a cluster, and why. Nothing is started or written."""
+    from gradus.cli.plan import plan_command
+
+    raise typer.Exit(run_command(lambda: plan_command(recipe, cluster, gpus, set_, show_layout, json), json))
+
+
 @app.command("runs")
 def runs_(
     words: Annotated[

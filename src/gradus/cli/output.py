@@ -58,7 +58,7 @@ def print_error(error: dict[str, Any]) -> None:
             shown = ["  …", *shown[-_TRACEBACK_LINES:]]
         lines += [*shown, ""]
     # Bad input and a NaN are the same on every rank; which of them came first to say so does not matter.
-    of_one_rank = error.get("kind") in ("exception", "lost-peer") and "rank" in error
+    of_one_rank = error.get("kind") in ("exception", "lost-peer", "out-of-memory") and "rank" in error
     where = f"rank {error['rank']} on {error['node']}: " if of_one_rank else ""
     lines.append(f"error: {where}{error['message']}")
     if error.get("hint"):

@@ -19,10 +19,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gradus.data.collate import collated
-from gradus.data.order import indices_at, stable_hash
+from gradus.data.order import indices_at
 from gradus.data.source import Source
 from gradus.data.split import Part
 from gradus.schema.errors import GradusError, InputError
+from gradus.schema.stable_hash import stable_hash
 from gradus.schema.user_code import user_code
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -140,8 +141,12 @@ class Loader:
         workers: int = 0,
         on_device: bool = True,
         channels_last: bool = False,
+        part_of: Callable[[Inputs], Inputs] | None = None,
     ) -> None:
-        """With a seed, epochs are shuffled by the global order; without, samples come as they lie."""
+        """With a seed, epochs are shuffled by the global order; without, samples come as they lie.
+
+        Where ranks share a sample, `part_of` cuts this rank's part out of a batch.
+        """
         self.slices = slices
         self._fetch = _Fetch(dataset, seed)
         self._dataset = dataset
@@ -149,6 +154,7 @@ class Loader:
         self._dtype = dtype
         self._workers = workers
         self._channels_last = channels_last
+        self._part_of = part_of
         self._columns = _resident_columns(dataset, device) if on_device else None
 
     def micro_batches(self, start_step: int, end_step: int) -> Iterator[MicroBatch]:
@@ -162,6 +168,8 @@ class Loader:
             inputs = self._dataset.finish(batch, self._dtype)
             if self._channels_last:
                 inputs = _mapped(inputs, _to_channels_last)
+            if self._part_of is not None:
+                inputs = self._part_of(inputs)
             yield MicroBatch(inputs, samples, position)
 
     def _gathered(self, requests: Iterator[Request]) -> Iterator[Any]:

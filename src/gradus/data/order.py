@@ -6,11 +6,12 @@ can ask for any position, a resumed run needs no state, and a dataset of 2**60 s
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gradus.schema.stable_hash import stable_hash
 
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
@@ -19,17 +20,6 @@ MAX_LENGTH = 2**62
 # Four rounds do for large datasets. With fewer than ten, the orders of three or four samples are not equally likely.
 ROUNDS = 10
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: consecutive multiples are spread over all bits
-
-
-def stable_hash(*parts: int | str) -> int:
-    """64 bits that depend on `parts` only: the same in every process, on every machine, in every version."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        # The kind and the length keep ("ab", "c") and ("a", "bc"), or 1 and "1", apart.
-        kind, text = ("s", part) if isinstance(part, str) else ("i", str(int(part)))
-        data = text.encode()
-        digest.update(f"{kind}{len(data)}:".encode() + data)
-    return int.from_bytes(digest.digest(), "little")
 
 
 def mix(words: Words) -> Words:

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gradus.data.order import Indices, permuted, stable_hash
+from gradus.data.order import Indices, permuted
+from gradus.schema.stable_hash import stable_hash
 
 Split = Literal["train", "validation"]
 

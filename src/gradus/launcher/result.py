@@ -12,7 +12,7 @@ from gradus.launcher.saved import SavedCheckpoint, saved_checkpoints
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
 from gradus.record.format import number_text
-from gradus.record.metrics import read_metrics
+from gradus.record.metrics import EPOCH_NUMBERS, epochs, read_metrics
 from gradus.record.outcome import read_outcome
 from gradus.record.plot import plot_metrics
 from gradus.record.status import read_status, shown_state
@@ -52,6 +52,11 @@ class Result:
     def metrics(self) -> Table:
         """One row for each logged step, with the evaluation of that step, in columns."""
         return Table(read_metrics(self.run))
+
+    @property
+    def epochs(self) -> Table:
+        """One row for each pass over the data: the step that ended it, its mean training loss and its speed."""
+        return Table(epochs(read_metrics(self.run)), ("epoch", "step", *EPOCH_NUMBERS))
 
     @property
     def recipe(self) -> Recipe:

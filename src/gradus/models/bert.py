@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradus.models.flops import FORWARD_AND_BACKWARD
 from gradus.models.initialise import BareLayers, init_transformer
-from gradus.models.layers import Attention, GeluMLP, LayerNorm, require_length
+from gradus.models.layers import Attention, GeluMLP, LayerNorm, blocks_tensor_plan, every_position, require_length
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import BERTSettings
 
@@ -19,6 +19,7 @@ class Embedding(nn.Module):
     def __init__(self, settings: BERTSettings) -> None:
         super().__init__()
         self.context = settings.context
+        self.positions = every_position  # replaced where the sequence is split over ranks
         self.position_offset = settings.position_offset
         self.token = nn.Embedding(settings.vocabulary, settings.width)
         self.position = nn.Embedding(settings.position_offset + settings.context, settings.width)
@@ -29,7 +30,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, token_types: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         require_length(length, self.context)
-        positions = torch.arange(length, device=tokens.device) + self.position_offset
+        positions = self.positions(length, tokens.device) + self.position_offset
         types = torch.zeros_like(positions) if token_types is None else token_types
         x = self.token(tokens) + self.position(positions) + self.token_type(types)
         y: Tensor = self.dropout(self.norm(x))
@@ -61,10 +62,11 @@ class Head(nn.Module):
         self.dense = nn.Linear(settings.width, settings.width)
         self.norm = LayerNorm(settings.width, eps=settings.norm_eps)
         self.decoder = nn.Linear(settings.width, settings.vocabulary)
+        self.loss = classification_loss  # replaced where the vocabulary is split over ranks
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
         logits: Tensor = self.decoder(self.norm(F.gelu(self.dense(x))))
-        return logits if targets is None else classification_loss(logits, targets, self.training)
+        return logits if targets is None else LossOutput(*self.loss(logits, targets, self.training))
 
 
 class BERT(nn.Module):
@@ -78,12 +80,11 @@ class BERT(nn.Module):
             # Kept so that a published RoBERTa has all its weights. The loss does not use it, so it is frozen:
             # data parallelism would wait for a gradient that never comes.
             self.pooler = nn.Linear(settings.width, settings.width).requires_grad_(False) if settings.pooler else None
+        self.head.decoder.weight = self.embedding.token.weight
         self.init_weights()
 
-    def init_weights(self) -> None:
-        # Tied here, because to_empty gives each of two tied parameters its own memory.
-        self.head.decoder.weight = self.embedding.token.weight
-        init_transformer(self)
+    def init_weights(self, drawn_on: torch.device | None = None) -> None:
+        init_transformer(self, drawn_on=drawn_on)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, token_types: Tensor | None = None
@@ -93,6 +94,17 @@ class BERT(nn.Module):
             x = block(x)
         result: Tensor | LossOutput = self.head(x, targets)
         return result
+
+    def tensor_plan(self, slices: int) -> dict[str, str]:
+        """How tensor parallelism divides the layers; into so many slices the sequence may be cut between blocks."""
+        in_slices = slices > 1 and self.settings.context % slices == 0
+        plan = blocks_tensor_plan(in_slices)
+        plan["embedding.token"] = "rowwise_scatter" if in_slices else "rowwise"
+        plan["head.decoder"] = "vocabulary_gather" if in_slices else "vocabulary"
+        if in_slices:
+            plan |= {"embedding.position": "slice", "embedding.token_type": "slice"}
+            plan |= dict.fromkeys(("embedding.norm", "head.dense", "head.norm"), "sequence")
+        return plan
 
     def flops_per_sample(self) -> float:
         """Training FLOPs of `context` tokens, each of which sees all others. The head works on every token."""

@@ -1,12 +1,15 @@
-"""A decoder-only transformer: GPT-2 and GPT-3 by default, Llama with rotary positions, RMSNorm, SwiGLU and GQA."""
+"""A decoder-only transformer: GPT-2 and GPT-3 by default, Llama with rotary positions, RMSNorm, SwiGLU and GQA, and
+DeepSeek-V3 with latent attention and a mixture of experts besides."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from gradus.models.experts import Experts, MixtureOfExperts, Router, collected_routings
 from gradus.models.flops import FORWARD_AND_BACKWARD
-from gradus.models.initialise import BareLayers, init_transformer
+from gradus.models.initialise import BareLayers, fill_tables, init_transformer
+from gradus.models.latent_attention import LatentAttention
 from gradus.models.layers import (
     Attention,
     GeluMLP,
@@ -15,6 +18,8 @@ from gradus.models.layers import (
     RMSNorm,
     Rotary,
     SwigluMLP,
+    blocks_tensor_plan,
+    every_position,
     require_length,
 )
 from gradus.models.output import LossOutput, classification_loss
@@ -27,8 +32,37 @@ def make_norm(settings: GPTSettings) -> nn.Module:
     return LayerNorm(settings.width, eps=settings.norm_eps, bias=settings.bias)
 
 
-def make_block(settings: GPTSettings, rotary: Rotary | None) -> PreNormBlock:
-    attention = Attention(
+def make_block(settings: GPTSettings, layer: int, rotary: Rotary | None) -> PreNormBlock:
+    mlp = make_mixture(settings) if settings.has_experts(layer) else make_mlp(settings, settings.inner_width)
+    return PreNormBlock(lambda: make_norm(settings), make_attention(settings, rotary), mlp, settings.dropout)
+
+
+def make_rotary(settings: GPTSettings) -> Rotary | None:
+    if settings.positions != "rotary":
+        return None
+    turned = settings.latent_widths[1] if settings.attention == "latent" else settings.head_width
+    return Rotary(turned, settings.context, settings.rotary_base)
+
+
+def make_attention(settings: GPTSettings, rotary: Rotary | None) -> nn.Module:
+    if settings.attention == "latent":
+        assert rotary is not None, "the settings were checked"
+        assert settings.kv_rank is not None
+        plain, turned, value = settings.latent_widths
+        return LatentAttention(
+            settings.width,
+            settings.heads,
+            query_rank=settings.query_rank,
+            kv_rank=settings.kv_rank,
+            plain_width=plain,
+            rotary_width=turned,
+            value_width=value,
+            rotary=rotary,
+            norm_eps=settings.norm_eps,
+            bias=settings.bias,
+            dropout=settings.dropout,
+        )
+    return Attention(
         settings.width,
         settings.heads,
         kv_heads=settings.kv_heads,
@@ -37,20 +71,42 @@ def make_block(settings: GPTSettings, rotary: Rotary | None) -> PreNormBlock:
         dropout=settings.dropout,
         rotary=rotary,
     )
-    return PreNormBlock(lambda: make_norm(settings), attention, make_mlp(settings), settings.dropout)
 
 
-def make_mlp(settings: GPTSettings) -> nn.Module:
+def make_mlp(settings: GPTSettings, inner: int) -> nn.Module:
     if settings.activation == "swiglu":
-        return SwigluMLP(settings.width, settings.inner_width, bias=settings.bias)
+        return SwigluMLP(settings.width, inner, bias=settings.bias)
     approximate = "tanh" if settings.activation == "gelu-tanh" else "none"
-    return GeluMLP(settings.width, settings.inner_width, bias=settings.bias, approximate=approximate)
+    return GeluMLP(settings.width, inner, bias=settings.bias, approximate=approximate)
+
+
+def make_mixture(settings: GPTSettings) -> MixtureOfExperts:
+    assert settings.experts is not None
+    router = Router(
+        settings.width,
+        settings.experts,
+        settings.experts_per_token,
+        scores=settings.router,
+        scale=settings.expert_scale,
+        biased=settings.balance == "bias",
+    )
+    # Several shared experts are one of their total width: every token uses all of them.
+    shared = settings.shared_experts * settings.expert_width
+    return MixtureOfExperts(
+        router,
+        Experts(settings.experts, settings.width, settings.expert_width, settings.activation),
+        make_mlp(settings, shared) if shared else None,
+        capacity_factor=settings.capacity_factor,
+        balance_weight=settings.balance_weight if settings.balance == "loss" else None,
+        balance_rate=settings.balance_rate if settings.balance == "bias" else None,
+    )
 
 
 class Embedding(nn.Module):
     def __init__(self, settings: GPTSettings) -> None:
         super().__init__()
         self.context = settings.context
+        self.positions = every_position  # replaced where the sequence is split over ranks
         self.token = nn.Embedding(settings.vocabulary, settings.width)
         learned = settings.positions == "learned"
         self.position = nn.Embedding(settings.context, settings.width) if learned else None
@@ -61,7 +117,7 @@ class Embedding(nn.Module):
         require_length(length, self.context)
         x = self.token(tokens)
         if self.position is not None:
-            x = x + self.position(torch.arange(length, device=tokens.device))
+            x = x + self.position(self.positions(length, tokens.device))
         y: Tensor = self.dropout(x)
         return y
 
@@ -73,10 +129,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = make_norm(settings)
         self.output = nn.Linear(settings.width, settings.vocabulary, bias=False)
+        self.loss = classification_loss  # replaced where the vocabulary is split over ranks
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
         logits: Tensor = self.output(self.norm(x))
-        return logits if targets is None else classification_loss(logits, targets, self.training)
+        return logits if targets is None else LossOutput(*self.loss(logits, targets, self.training))
 
 
 class GPT(nn.Module):
@@ -85,33 +142,65 @@ class GPT(nn.Module):
         self.settings = settings
         with BareLayers():
             # All blocks hold the same tables: a block needs nothing but its input, and the tables exist once.
-            is_rotary = settings.positions == "rotary"
-            rotary = Rotary(settings.head_width, settings.context, settings.rotary_base) if is_rotary else None
+            rotary = make_rotary(settings)
             self.embedding = Embedding(settings)
-            self.blocks = nn.ModuleList(make_block(settings, rotary) for _ in range(settings.layers))
+            self.blocks = nn.ModuleList(make_block(settings, layer, rotary) for layer in range(settings.layers))
             self.head = Head(settings)
+        if settings.tied:
+            self.head.output.weight = self.embedding.token.weight
         self.init_weights()
 
-    def init_weights(self) -> None:
-        if self.settings.tied:  # here, because to_empty gives each of two tied parameters its own memory
-            self.head.output.weight = self.embedding.token.weight
-        init_transformer(self, residual_scale=(2 * self.settings.layers) ** -0.5)
+    def init_weights(self, drawn_on: torch.device | None = None) -> None:
+        init_transformer(self, residual_scale=(2 * self.settings.layers) ** -0.5, drawn_on=drawn_on)
+        fill_tables(self)
         for layer in self.modules():
-            if isinstance(layer, Rotary):
-                layer.fill_tables()
+            if isinstance(layer, Router):
+                layer.reset_bias()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        with collected_routings(self.blocks) as routings:
+            for block in self.blocks:
+                x = block(x)
         result: Tensor | LossOutput = self.head(x, targets)
+        if routings and isinstance(result, LossOutput):
+            balance = sum(mixture.balance_loss(routing) for mixture, routing in routings)
+            # Times the count, by which the sum of all micro-batches and ranks is divided later on.
+            result = result._replace(loss_sum=result.loss_sum + balance * result.count)
         return result
 
+    def tensor_plan(self, slices: int) -> dict[str, str]:
+        """How tensor parallelism divides the layers; into so many slices the sequence may be cut between blocks."""
+        in_slices = slices > 1 and self.settings.context % slices == 0
+        plan = blocks_tensor_plan(in_slices)
+        plan["embedding.token"] = "rowwise_scatter" if in_slices else "rowwise"
+        plan["head.output"] = "vocabulary_gather" if in_slices else "vocabulary"
+        if in_slices:
+            plan |= {"embedding.position": "slice", "head.norm": "sequence"}
+        return plan
+
     def flops_per_sample(self) -> float:
-        """Training FLOPs of `context` tokens. Causal attention is counted as the half square that it needs."""
+        """Training FLOPs of `context` tokens. Causal attention is counted as the half square that it needs.
+
+        Of a mixture, only the experts that a token uses count.
+        """
         s = self.settings
-        qkv_and_out = s.width * s.head_width * (2 * s.heads + 2 * s.key_value_heads)
-        mlp = (3 if s.activation == "swiglu" else 2) * s.width * s.inner_width
-        matmul_parameters = s.layers * (qkv_and_out + mlp) + s.width * s.vocabulary
-        scores_and_mix = 2 * s.layers * s.context**2 * s.width
-        return float(FORWARD_AND_BACKWARD * (2 * s.context * matmul_parameters + scores_and_mix))
+        matrices = 3 if s.activation == "swiglu" else 2
+        used_inner = (s.experts_per_token + s.shared_experts) * s.expert_width
+        mixture = matrices * s.width * used_inner + s.width * (s.experts or 0)
+        mlps = [mixture if s.has_experts(i) else matrices * s.width * s.inner_width for i in range(s.layers)]
+        attention, scores_and_mix = self._attention_parameters()
+        matmul_parameters = s.layers * attention + sum(mlps) + s.width * s.vocabulary
+        squares = s.layers * s.context**2 * scores_and_mix
+        return float(FORWARD_AND_BACKWARD * (2 * s.context * matmul_parameters + squares))
+
+    def _attention_parameters(self) -> tuple[int, int]:
+        """Of a layer: in its matrices, and multiplied by each other token's keys and values."""
+        s = self.settings
+        if s.attention == "heads":
+            return s.width * s.head_width * (2 * s.heads + 2 * s.key_value_heads), 2 * s.width
+        assert s.kv_rank is not None
+        plain, turned, value = s.latent_widths
+        queries = (s.query_rank or s.width) * s.heads * (plain + turned) + s.width * (s.query_rank or 0)
+        keys_and_values = s.width * (s.kv_rank + turned) + s.kv_rank * s.heads * (plain + value)
+        return queries + keys_and_values + s.heads * value * s.width, s.heads * (plain + turned + value)

@@ -50,7 +50,11 @@ def build(settings: HuggingFaceSettings) -> nn.Module:
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     automatic = getattr(transformers, _AUTO_CLASSES[str(settings.task)])
     try:
-        if settings.path is not None:
+        if settings.path is not None and torch.get_default_device().type == "meta":  # its shape, without its weights
+            changed = {"local_files_only": True, "trust_remote_code": False, **settings.changes}
+            config = transformers.AutoConfig.from_pretrained(settings.path, **changed)
+            model = automatic.from_config(config, trust_remote_code=False)
+        elif settings.path is not None:
             model = _from_folder(automatic, settings)
         else:
             model = automatic.from_config(_configuration(transformers, settings), trust_remote_code=False)

@@ -31,6 +31,11 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def every_position(length: int, device: torch.device) -> Tensor:
+    """The positions of the tokens that a model is given: all of a sequence."""
+    return torch.arange(length, device=device)
+
+
 class Rotary(nn.Module):
     """Rotary positions: turns each pair of a head's numbers by an angle that grows with the position."""
 
@@ -40,6 +45,7 @@ class Rotary(nn.Module):
     def __init__(self, head_width: int, context: int, base: float) -> None:
         super().__init__()
         self.base = base
+        self.positions = every_position  # replaced where the sequence is split over ranks
         # In bfloat16 neighbouring positions would share an angle.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         for name in ("cos", "sin"):
@@ -54,10 +60,18 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, x_bhtd: Tensor) -> Tensor:
-        length = x_bhtd.shape[-2]
-        cos, sin = self.cos[:length], self.sin[:length]
+        positions = self.positions(x_bhtd.shape[-2], x_bhtd.device)
+        cos, sin = self.cos[positions], self.sin[positions]
         a, b = x_bhtd.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_bhtd.dtype)
+
+
+def attend(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor, *, causal: bool, dropout: float) -> Tensor:
+    """Softmax attention; where there are fewer key-value heads than heads, each of them serves a group of them."""
+    grouped = k_bhtd.shape[1] != q_bhtd.shape[1]
+    return F.scaled_dot_product_attention(
+        q_bhtd, k_bhtd, v_bhtd, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    )
 
 
 class Attention(nn.Module):
@@ -81,25 +95,22 @@ class Attention(nn.Module):
         self.causal = causal
         self.dropout = dropout
         self.rotary = rotary
-        # One matrix multiplication for all three: heads queries, then kv_heads keys, then kv_heads values.
+        self.attend = attend  # replaced where the sequence is split over ranks
+        # One matrix multiplication for all three. Its rows come in groups, one for each key-value head: the queries
+        # that it serves, its key, its value. So any share of the groups is attention of its own.
         self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        sizes = [heads * self.head_width for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        queries = self.heads // self.kv_heads
+        # As many groups as there are: a rank may hold only some of them.
+        grouped_btgnd = self.qkv(x_btd).unflatten(-1, (-1, queries + 2, self.head_width))
         q, k, v = (
-            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self.qkv(x_btd).split(sizes, dim=-1)
+            part_btgnd.flatten(2, 3).transpose(1, 2) for part_btgnd in grouped_btgnd.split([queries, 1, 1], dim=-2)
         )
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        mixed_bhtd = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
-            enable_gqa=self.kv_heads != self.heads,
-        )
+        mixed_bhtd = self.attend(q, k, v, causal=self.causal, dropout=self.dropout if self.training else 0.0)
         mixed_btd: Tensor = self.out(mixed_bhtd.transpose(1, 2).flatten(2))
         return mixed_btd
 
@@ -131,7 +142,7 @@ class SwigluMLP(nn.Module):
 class PreNormBlock(nn.Module):
     """A transformer block that normalises what each branch reads, and leaves the residual stream as it is."""
 
-    def __init__(self, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, dropout: float) -> None:
+    def __init__(self, norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module, dropout: float) -> None:
         super().__init__()
         self.attention_norm = norm()
         self.attention = attention
@@ -143,6 +154,24 @@ class PreNormBlock(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return y
+
+
+def blocks_tensor_plan(in_slices: bool) -> dict[str, str]:
+    """How tensor parallelism divides `blocks`: whole heads, and shares of what is inside the MLP.
+
+    With `in_slices`, each rank has a slice of the sequence between a block's branches: what they add is scattered, and
+    gathered before the next.
+    """
+    plan = {
+        "blocks.*.attention.qkv": "colwise",
+        "blocks.*.attention.out": "rowwise_scatter" if in_slices else "rowwise",
+        "blocks.*.mlp.gate": "colwise",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise_scatter" if in_slices else "rowwise",
+    }
+    if in_slices:
+        plan |= {"blocks.*.attention": "gather", "blocks.*.mlp": "gather", "blocks.*_norm": "sequence"}
+    return plan
 
 
 def require_length(length: int, context: int) -> None:

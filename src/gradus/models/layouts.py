@@ -2,10 +2,12 @@
 
 | layout    | of     | what differs besides the names |
 |-----------|--------|--------------------------------|
-| `gpt2`    | `gpt`  | matrices are transposed; queries, keys and values are one matrix there too |
+| `gpt2`    | `gpt`  | matrices are transposed; one matrix holds all queries, then all keys, then all values |
 | `llama`   | `gpt`  | queries, keys and values are three matrices; rotary positions turn the same pairs as ours |
 | `bert`    | `bert` | three matrices; a head under `cls.predictions` |
 | `roberta` | `bert` | three matrices; a head under `lm_head`; two unused rows before position 0 |
+
+Our one matrix for queries, keys and values holds them group by group (see `layers.Attention`).
 """
 
 from __future__ import annotations
@@ -13,20 +15,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gradus.models.settings import BERTSettings, GPTSettings, Settings
 from gradus.schema.errors import InputError
 
 
+class Run(NamedTuple):
+    """Neighbouring rows that lie side by side in both tensors: where they begin, and how many they are."""
+
+    theirs: int
+    ours: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class Link:
-    """A tensor of theirs is all of one of ours, or some of its rows."""
+    """A tensor of theirs is all of one of ours, or some of its rows, perhaps in another order."""
 
     ours: str
     theirs: str
-    first_row: int = 0
-    rows: int | None = None  # None: all
-    transposed: bool = False
+    runs: tuple[Run, ...] | None = None  # in the order of theirs, which they fill; None: all rows, as they are
+    transposed: bool = False  # theirs is the transpose, and the runs count its columns
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows of ours theirs holds; None: all."""
+        return None if self.runs is None else sum(run.rows for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,9 @@ def layout_of(settings: Settings, name: str | None = None) -> Layout:
 
 
 def _gpt_layout(s: GPTSettings) -> str:
+    if s.experts is not None or s.attention != "heads":
+        what = "a mixture of experts" if s.experts is not None else "latent attention"
+        raise _no_layout(f"gpt2 and llama have one MLP in each layer and keys for each head; found {what}")
     kind = (s.positions, s.norm, s.activation == "swiglu")
     if kind == ("learned", "layernorm", False) and s.bias and s.key_value_heads == s.heads:
         return "gpt2"
@@ -106,7 +124,8 @@ def gpt2(s: GPTSettings) -> Layout:
         for i in range(s.layers):
             ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
             yield from _both(f"{ours}.attention_norm", f"{theirs}.ln_1", s.bias)
-            yield from _both(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", s.bias, transposed=True)
+            yield Link(f"{ours}.attention.qkv.weight", f"{theirs}.attn.c_attn.weight", joined, transposed=True)
+            yield Link(f"{ours}.attention.qkv.bias", f"{theirs}.attn.c_attn.bias", joined)
             yield from _both(f"{ours}.attention.out", f"{theirs}.attn.c_proj", s.bias, transposed=True)
             yield from _both(f"{ours}.mlp_norm", f"{theirs}.ln_2", s.bias)
             yield from _both(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", s.bias, transposed=True)
@@ -114,6 +133,8 @@ def gpt2(s: GPTSettings) -> Layout:
         yield from _both("head.norm", "transformer.ln_f", s.bias)
         yield from _output(s)
 
+    queries, keys, values = _grouped(s.heads, s.heads, s.head_width)
+    joined = (*queries, *_after(queries, keys), *_after((*queries, *keys), values))
     # Causal masks, which old files hold as if they were weights.
     return Layout("gpt2", tuple(links()), _tied(s, "transformer.wte.weight"), r".*\.attn\.(masked_)?bias")
 
@@ -121,11 +142,11 @@ def gpt2(s: GPTSettings) -> Layout:
 def llama(s: GPTSettings) -> Layout:
     def links() -> Iterator[Link]:
         yield Link("embedding.token.weight", "model.embed_tokens.weight")
-        heads = {"q": s.heads, "k": s.key_value_heads, "v": s.key_value_heads}
+        parts = dict(zip("qkv", _grouped(s.heads, s.key_value_heads, s.head_width), strict=True))
         for i in range(s.layers):
             ours, theirs = f"blocks.{i}", f"model.layers.{i}"
             yield Link(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight")
-            yield from _split(f"{ours}.attention.qkv", theirs + ".self_attn.{}_proj", heads, s.head_width, s.bias)
+            yield from _split(f"{ours}.attention.qkv", theirs + ".self_attn.{}_proj", parts, s.bias)
             yield from _both(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", s.bias)
             yield Link(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
             for part in ("gate", "up", "down"):
@@ -141,10 +162,11 @@ def bert(s: BERTSettings, name: str = "bert") -> Layout:
         for ours, theirs in (("token", "word"), ("position", "position"), ("token_type", "token_type")):
             yield Link(f"embedding.{ours}.weight", f"{name}.embeddings.{theirs}_embeddings.weight")
         yield from _both("embedding.norm", f"{name}.embeddings.LayerNorm")
-        heads = dict.fromkeys(("query", "key", "value"), s.heads)
+        grouped = _grouped(s.heads, s.heads, s.width // s.heads)
+        parts = dict(zip(("query", "key", "value"), grouped, strict=True))
         for i in range(s.layers):
             ours, theirs = f"blocks.{i}", f"{name}.encoder.layer.{i}"
-            yield from _split(f"{ours}.attention.qkv", theirs + ".attention.self.{}", heads, s.width // s.heads, True)
+            yield from _split(f"{ours}.attention.qkv", theirs + ".attention.self.{}", parts, True)
             yield from _both(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
             yield from _both(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm")
             yield from _both(f"{ours}.mlp.up", f"{theirs}.intermediate.dense")
@@ -174,14 +196,30 @@ def _both(ours: str, theirs: str, bias: bool = True, *, transposed: bool = False
         yield Link(f"{ours}.bias", f"{theirs}.bias")
 
 
-def _split(ours: str, theirs: str, heads: Mapping[str, int], head_width: int, bias: bool) -> Iterator[Link]:
+def _split(ours: str, theirs: str, parts: Mapping[str, tuple[Run, ...]], bias: bool) -> Iterator[Link]:
     """Our one matrix for queries, keys and values as their three."""
-    row = 0
-    for part, count in heads.items():
-        rows = count * head_width
+    for part, runs in parts.items():
         for kind in ("weight", "bias") if bias else ("weight",):
-            yield Link(f"{ours}.{kind}", f"{theirs.format(part)}.{kind}", row, rows)
-        row += rows
+            yield Link(f"{ours}.{kind}", f"{theirs.format(part)}.{kind}", runs)
+
+
+def _grouped(heads: int, kv_heads: int, head_width: int) -> tuple[tuple[Run, ...], ...]:
+    """Where a matrix of all queries, one of all keys and one of all values lie in ours.
+
+    Ours has a group for each key-value head: the queries that it serves, its key, its value.
+    """
+    sizes = [head_width * heads // kv_heads, head_width, head_width]
+    firsts = [0, sizes[0], sizes[0] + sizes[1]]
+    return tuple(
+        tuple(Run(group * rows, group * sum(sizes) + first, rows) for group in range(kv_heads))
+        for first, rows in zip(firsts, sizes, strict=True)
+    )
+
+
+def _after(before: Iterable[Run], runs: Iterable[Run]) -> tuple[Run, ...]:
+    """The runs of a matrix of theirs that follows others in one tensor."""
+    offset = sum(run.rows for run in before)
+    return tuple(run._replace(theirs=offset + run.theirs) for run in runs)
 
 
 def _output(s: GPTSettings) -> Iterator[Link]:

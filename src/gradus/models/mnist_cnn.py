@@ -33,8 +33,8 @@ class MnistCNN(nn.Module):
             )
         self.init_weights()
 
-    def init_weights(self) -> None:
-        reset_layers(self)
+    def init_weights(self, drawn_on: torch.device | None = None) -> None:
+        reset_layers(self, drawn_on)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor | LossOutput:
         logits: Tensor = self.classifier(self.features(images))

@@ -79,12 +79,10 @@ class ResNet(nn.Module):
             self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, settings.classes))
         self.init_weights()
 
-    def init_weights(self) -> None:
-        reset_layers(self)
+    def init_weights(self, drawn_on: torch.device | None = None) -> None:
+        reset_layers(self, drawn_on, rectified_convolutions=True)
         for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(layer, ResidualBlock) and self.settings.zero_init_residual:
+            if isinstance(layer, ResidualBlock) and self.settings.zero_init_residual:
                 *_, last_norm = layer.branch.modules()
                 assert isinstance(last_norm, nn.BatchNorm2d)
                 nn.init.zeros_(last_norm.weight)

@@ -72,6 +72,26 @@ class GPTSettings(Settings):
     bias: bool = True
     tied: bool = True  # the output projection is the token embedding
     dropout: float = field(default=0.0, metadata=PROBABILITY)
+    # latent attention: keys and values of all heads are made from one narrow vector, and the position has its own part
+    attention: Literal["heads", "latent"] = "heads"
+    query_rank: int | None = None  # width of the vector that queries are made from; None: the model's
+    kv_rank: int | None = None  # width of the vector that keys and values are made from; latent attention needs it
+    plain_width: int | None = None  # of a head, the part without the position; None: width / heads
+    rotary_width: int | None = None  # and the part that carries it; None: half of plain_width
+    value_width: int | None = None  # of a head's values; None: plain_width
+    # mixture of experts: in place of an MLP, several of which each token uses a few
+    experts: int | None = None  # None: one MLP for all tokens
+    experts_per_token: int = 2
+    shared_experts: int = field(default=0, metadata={"least": 0})  # that every token uses besides
+    expert_inner: int | None = None  # width inside an expert; None: inner_width
+    expert_scale: float = field(default=1.0, metadata={"above": 0.0})  # of what the chosen experts add
+    dense_layers: int = field(default=0, metadata={"least": 0})  # so many first layers have an MLP all the same
+    router: Literal["softmax", "sigmoid"] = "softmax"  # how scores are made of what the router computes
+    # What an expert takes of a sequence at most: this many times its even share. None: all (dropless).
+    capacity_factor: float | None = field(default=None, metadata={"above": 0.0})
+    balance: Literal["none", "loss", "bias"] = "none"  # what keeps experts equally busy
+    balance_weight: float = field(default=0.01, metadata={"above": 0.0})  # of the loss, for each layer
+    balance_rate: float = field(default=0.001, metadata={"above": 0.0})  # by which the bias moves in a step
 
     @property
     def key_value_heads(self) -> int:
@@ -88,9 +108,40 @@ class GPTSettings(Settings):
             return self.inner
         return 64 * math.ceil(8 * self.width / (3 * 64)) if self.activation == "swiglu" else 4 * self.width
 
+    @property
+    def expert_width(self) -> int:
+        return self.expert_inner or self.inner_width
+
+    @property
+    def latent_widths(self) -> tuple[int, int, int]:
+        """Of a head of latent attention: the plain part, the rotary part, and its values."""
+        plain = self.plain_width or self.head_width
+        return plain, self.rotary_width or plain // 2, self.value_width or plain
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.dense_layers
+
     def check_together(self) -> None:
         require_divisor("heads", self.heads, "width", self.width)
         require_divisor("kv_heads", self.key_value_heads, "heads", self.heads)
+        self._check_attention()
+        self._check_experts()
+
+    def _check_attention(self) -> None:
+        if self.attention == "latent":
+            if self.kv_rank is None:
+                raise refused("kv_rank", None, "with attention=latent, the width that keys and values are made from")
+            if self.positions != "rotary":
+                raise refused("positions", self.positions, "with attention=latent: rotary")
+            if self.kv_heads is not None:
+                raise refused("kv_heads", self.kv_heads, "with attention=latent: null, every head has its own keys")
+            _, rotary, _ = self.latent_widths
+            if rotary % 2 or rotary == 0:
+                raise refused("rotary_width", rotary, "an even number of at least 2 (rotary positions turn pairs)")
+            return
+        self._refuse_changed(
+            ("query_rank", "kv_rank", "plain_width", "rotary_width", "value_width"), "only with attention=latent"
+        )
         if self.positions == "rotary" and self.head_width % 2:
             raise refused(
                 "heads",
@@ -98,6 +149,27 @@ class GPTSettings(Settings):
                 f"a number that makes width / heads even (rotary positions turn pairs); {self.width} / {self.heads}"
                 f" = {self.head_width} is odd",
             )
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            of_experts = ("experts_per_token", "shared_experts", "expert_inner", "expert_scale", "dense_layers")
+            of_balance = ("router", "capacity_factor", "balance", "balance_weight", "balance_rate")
+            self._refuse_changed(of_experts + of_balance, "only with model.experts, the number of experts in a layer")
+            return
+        if self.experts_per_token > self.experts:
+            raise refused("experts_per_token", self.experts_per_token, f"at most experts ({self.experts})")
+        if self.dense_layers >= self.layers:
+            raise refused("dense_layers", self.dense_layers, f"fewer than layers ({self.layers})")
+        for balance, key in (("loss", "balance_weight"), ("bias", "balance_rate")):
+            if self.balance != balance:
+                self._refuse_changed((key,), f"only with balance={balance}")
+
+    def _refuse_changed(self, keys: tuple[str, ...], allowed: str) -> None:
+        """Settings that mean nothing here must be as they are by default: a recipe that gives them means something."""
+        defaults = {setting.name: setting.default for setting in fields(self)}
+        for key in keys:
+            if getattr(self, key) != defaults[key]:
+                raise refused(key, getattr(self, key), allowed)
 
 
 @dataclass(frozen=True)
@@ -169,8 +241,10 @@ def checked(key: str, value: object, kind: Any, limits: Mapping[str, float]) -> 
     assert isinstance(value, int | float)
     least = limits.get("least", 1 if expected is int else -math.inf)
     below = limits.get("below", math.inf)
-    if not least <= value < below:
-        raise refused(key, value, f"at least {least:g}" + (f" and below {below:g}" if below < math.inf else ""))
+    above = limits.get("above", -math.inf)
+    if not (least <= value < below and value > above):
+        lower = f"above {above:g}" if above > -math.inf else f"at least {least:g}"
+        raise refused(key, value, lower + (f" and below {below:g}" if below < math.inf else ""))
     return value
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gradus.models.flops import FORWARD_AND_BACKWARD
 from gradus.models.initialise import BareLayers, init_transformer
-from gradus.models.layers import Attention, GeluMLP, LayerNorm, PreNormBlock
+from gradus.models.layers import Attention, GeluMLP, LayerNorm, PreNormBlock, blocks_tensor_plan
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import ViTSettings
 
@@ -61,8 +61,8 @@ class ViT(nn.Module):
             self.head = Head(settings)
         self.init_weights()
 
-    def init_weights(self) -> None:
-        init_transformer(self)
+    def init_weights(self, drawn_on: torch.device | None = None) -> None:
+        init_transformer(self, drawn_on=drawn_on)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor | LossOutput:
         x = self.embedding(images)
@@ -70,6 +70,10 @@ class ViT(nn.Module):
             x = block(x)
         result: Tensor | LossOutput = self.head(x, labels)
         return result
+
+    def tensor_plan(self, slices: int) -> dict[str, str]:
+        """How tensor parallelism divides the layers. With the class token, the sequence does not fall into slices."""
+        return blocks_tensor_plan(in_slices=False)
 
     def flops_per_sample(self) -> float:
         """Training FLOPs of one image. The patches and the class token go through the blocks, the class token on."""

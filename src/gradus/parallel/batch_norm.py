@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +28,17 @@ class _SumOverRanks(torch.autograd.Function):
     """y = sum of x over ranks. Every rank's loss depends on y, so the gradient is a sum over ranks too."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
         y = x.clone()
-        dist.all_reduce(y)
+        dist.all_reduce(y, group=group)
         return y
 
     @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].contiguous().clone()
-        dist.all_reduce(total)
-        return total
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class SharedBatchNorm(_BatchNorm):
@@ -46,13 +48,14 @@ class SharedBatchNorm(_BatchNorm):
     """
 
     muted = False
+    process_group: dist.ProcessGroup | None = None  # that is, all ranks
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, found {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or dist.get_world_size() == 1:
+        if not self.training or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
         self._check_input_dim(input)
         x = input if input.dtype == torch.float64 else input.float()
@@ -61,13 +64,13 @@ class SharedBatchNorm(_BatchNorm):
         shape = [1, -1] + [1] * (x.dim() - 2)
         count = x.new_full((1,), weight * x.numel() / x.size(1))
         # The mean first and then the squared distances from it: as stable as torch's own two-pass kernel.
-        sums = _sum_over_ranks(torch.cat([x.sum(dims) * weight, count]))
+        sums = sum_over_ranks(torch.cat([x.sum(dims) * weight, count]), self.process_group)
         total = sums[-1]
         if x.device.type == "cpu" and total <= 1:  # as torch refuses it; on a GPU the host does not know the total
             raise ValueError(f"Expected more than 1 value per channel when training, found {total:g} over all ranks")
         mean = sums[:-1] / total
         centred = x - mean.view(shape)
-        variance = _sum_over_ranks((centred * centred).sum(dims) * weight) / total
+        variance = sum_over_ranks((centred * centred).sum(dims) * weight, self.process_group) / total
         self._update_running_statistics(mean.detach(), variance.detach(), total.detach())
         y = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
@@ -87,8 +90,8 @@ class SharedBatchNorm(_BatchNorm):
             running.copy_(running * (1 - rate) + value * rate)
 
 
-def _sum_over_ranks(x: Tensor) -> Tensor:
-    y: Tensor = _SumOverRanks.apply(x)  # type: ignore[no-untyped-call]
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    y: Tensor = _SumOverRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -96,10 +99,13 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def share_batch_norm(model: nn.Module, device: torch.device, *, some_rank_may_pad: bool) -> None:
+def share_batch_norm(
+    model: nn.Module, device: torch.device, *, some_rank_may_pad: bool, group: dist.ProcessGroup | None = None
+) -> None:
     """Turn every BatchNorm of the model, in place, into one that sees the global batch.
 
-    The layers stay the same objects, so hooks, and references that the model holds to them, keep working.
+    `group` is of the ranks that have other samples, all if it is None. The layers stay the same objects, so hooks, and
+    references that the model holds to them, keep working.
     """
     kind = nn.SyncBatchNorm if device.type == "cuda" and not some_rank_may_pad else SharedBatchNorm
     for name, layer in model.named_modules():
@@ -107,8 +113,7 @@ def share_batch_norm(model: nn.Module, device: torch.device, *, some_rank_may_pa
             if type(layer) not in PLAIN:
                 raise _cannot_be_shared(name, layer)
             layer.__class__ = kind
-            if kind is nn.SyncBatchNorm:
-                layer.process_group = None  # type: ignore[assignment]  # that is, all ranks
+            layer.process_group = group  # type: ignore[assignment]
 
 
 def _cannot_be_shared(name: str, layer: _BatchNorm) -> InputError:

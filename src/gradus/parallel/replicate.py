@@ -6,10 +6,13 @@ import re
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradus.parallel.batch_norm import STATISTICS, SharedBatchNorm, share_batch_norm
@@ -20,46 +23,65 @@ from gradus.schema.foreign import is_pretrained_model
 NAMES_SHOWN = 5  # of parameters that get no gradient
 
 
-def replicated(
-    model: nn.Module, world: World, bucket_mib: int, *, some_rank_may_pad: bool, fixed_buckets: bool = False
-) -> nn.Module:
-    """The model with gradients averaged over all ranks; batch statistics are shared as well.
+def averaging_group(world: World) -> dist.ProcessGroup | None:
+    """The ranks that have the same parameters and other samples or tokens; None where these are all ranks."""
+    if world.averaging_ranks == world.size:
+        return None
+    return world.flat_mesh("replicate", "shard", "context").get_group()
 
-    All ranks start with the parameters and buffers of rank 0, whatever their constructors drew. `some_rank_may_pad`
-    says whether some step leaves a rank without a real sample, which must then stay out of the batch statistics.
+
+def replicated(
+    model: nn.Module,
+    world: World,
+    bucket_mib: int,
+    *,
+    compression: Literal["none", "bf16"] = "none",
+    some_rank_may_pad: bool,
+    fixed_buckets: bool = False,
+) -> nn.Module:
+    """The model with gradients averaged over the ranks that hold the same; batch statistics are shared as well.
+
+    They start with the parameters and buffers of the first of them, whatever their constructors drew. Gradients travel
+    in bf16 with that `compression`: half the bytes, at three significant digits. `some_rank_may_pad` says whether some
+    step leaves a rank without a real sample, which must then stay out of the batch statistics.
     With `fixed_buckets`, gradients are reduced in the same order from the first step on, at the price of a walk over
     the graph in each: an own loop cannot be warmed up.
     """
-    if world.size == 1 or not any(p.requires_grad for p in model.parameters()):
+    if world.averaging_ranks == 1 or not any(p.requires_grad for p in model.parameters()):
         return model
-    share_batch_norm(model, world.device, some_rank_may_pad=some_rank_may_pad)
+    group = averaging_group(world)
+    share_batch_norm(model, world.device, some_rank_may_pad=some_rank_may_pad, group=group)
     with warnings.catch_warnings():
         # torch 2.13 deprecates broadcast_buffers. What replaces it is unknown to 2.11, and always broadcasts buffers at
-        # the start, where it fails for some that `_broadcast` can (int16 over gloo, expanded ones).
+        # the start, where it fails for some that `broadcast` can (int16 over gloo, expanded ones).
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            process_group=group,
             bucket_cap_mb=bucket_mib,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # before every forward; see `share_buffers`
             # With which DDP does not regroup its buckets after the first step, either.
             find_unused_parameters=fixed_buckets or any(map(_may_leave_out_parameters, model.modules())),
         )
-    _broadcast(model.buffers())
+    if compression == "bf16":
+        # Not by its own name, for which DDP demands NCCL; gloo adds up bf16 as well.
+        wrapped.register_comm_hook(group, lambda group, bucket: bf16_compress_hook(group, bucket))
+    broadcast(model.buffers(), group)
     return wrapped
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
-    """Give all ranks rank 0's buffers, before an evaluation or a checkpoint. All ranks must call it.
+    """Give all replicas the buffers of the first, before an evaluation or a checkpoint. All ranks must call it.
 
     Batch statistics are left out: they are those of the global batch, the same everywhere. Any other buffer that
     forward updates (an average of activations, a codebook) has seen only its own rank's samples since the last call.
-    Evaluations and checkpoints then hold what rank 0 has seen: the same on every rank, but not what one rank would have
-    seen of the whole batch. Without such buffers this walks over the modules and sends nothing.
+    Evaluations and checkpoints then hold what the first has seen: the same on every rank, but not what one rank would
+    have seen of the whole batch. Without such buffers this walks over the modules and sends nothing.
     """
-    if world.size > 1:
-        _broadcast(_local_buffers(model))
+    if world.averaging_ranks > 1:
+        broadcast(_local_buffers(model), averaging_group(world))
 
 
 def _local_buffers(model: nn.Module) -> list[Tensor]:
@@ -73,9 +95,10 @@ def _local_buffers(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _broadcast(buffers: Iterable[Tensor]) -> None:
-    """Rank 0's values in the buffers of all ranks, sent as bytes so that any type will do."""
-    for buffer in buffers:
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """The first rank's values in the tensors of all ranks of a group, sent as bytes so that any type will do."""
+    for tensor in tensors:
+        buffer = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if buffer.numel() == 0:
             continue
         held = buffer
@@ -83,7 +106,7 @@ def _broadcast(buffers: Iterable[Tensor]) -> None:
             if stride == 0:  # expanded: one value in memory stands for all along this dimension
                 held = held.narrow(dim, 0, 1)
         values = held.contiguous()
-        dist.broadcast(values.view(-1).view(torch.uint8), src=0)
+        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
         held.copy_(values)
 
 

@@ -8,13 +8,18 @@ from typing import Any
 
 from gradus.hardware.catalogue import find_gpu
 from gradus.models import catalogue
-from gradus.parallel.mesh import check_supported
+from gradus.parallel.case import Case
+from gradus.parallel.support import check_supported
+from gradus.planner.batch_split import split_batch
+from gradus.planner.model_facts import facts_of
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.recipe import Recipe
 
 MOST_WORKERS = 4
+
+Chosen = tuple[Any, str]  # a value, and why
 
 
 @dataclass(frozen=True)
@@ -30,22 +35,31 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
     if "mesh" in recipe.plan.fixed:
         return recipe.plan.mesh.world_size
     shares = recipe.batch // math.prod(_fixed_split(recipe).values())
-    return next((ranks for ranks in range(_all_gpus(cluster), 0, -1) if shares % ranks == 0), 1)
+    return next((ranks for ranks in range(_room(recipe, cluster), 0, -1) if shares % ranks == 0), 1)
 
 
-def default_plan(recipe: Recipe, cluster: Cluster, nproc: int | None = None) -> Choice:
+def default_plan(recipe: Recipe, cluster: Cluster, nproc: int | None = None, *, own_loop: bool = False) -> Choice:
     """The plan for this many ranks, or for as many as suit; what cannot be is refused with the numbers."""
     world_size = nproc or default_world_size(recipe, cluster)
-    _check_ranks(cluster, world_size)
     with recipe.blamed():
-        choice = _default_plan(recipe, cluster, world_size)
-    if nproc is None and "mesh" not in recipe.plan.fixed and world_size < _all_gpus(cluster):
-        return Choice(choice.plan, choice.reasons | {"mesh": _why_not_all_gpus(recipe, cluster, world_size)})
+        _check_ranks(recipe, cluster, world_size, nproc)
+        choice = _default_plan(recipe, cluster, world_size, own_loop)
+    room = _room(recipe, cluster)
+    if nproc is None and "mesh" not in recipe.plan.fixed and world_size < room:
+        return Choice(choice.plan, choice.reasons | {"mesh": _why_not_all(recipe, room, world_size)})
     return choice
 
 
-def _all_gpus(cluster: Cluster) -> int:
-    return cluster.nodes * cluster.gpus_per_node
+def ranks_on_a_node(cluster: Cluster, plan: Plan) -> int:
+    """How many ranks a node takes. Without GPUs they are spread evenly."""
+    if cluster.gpus_per_node:
+        return cluster.gpus_per_node * plan.ranks_per_gpu
+    return -(-plan.mesh.world_size // cluster.nodes)
+
+
+def _room(recipe: Recipe, cluster: Cluster) -> int:
+    """How many ranks the GPUs take; 0 where there are none, and the CPU takes any number."""
+    return cluster.nodes * cluster.gpus_per_node * recipe.plan.ranks_per_gpu
 
 
 def _fixed_split(recipe: Recipe) -> dict[str, int]:
@@ -53,43 +67,60 @@ def _fixed_split(recipe: Recipe) -> dict[str, int]:
     return {name: getattr(recipe.plan, name) for name in ("micro_batch", "accumulate") if name in recipe.plan.fixed}
 
 
-def _why_not_all_gpus(recipe: Recipe, cluster: Cluster, ranks: int) -> str:
-    gpus = _all_gpus(cluster)
-    refused = {1: f"{gpus}", 2: f"{gpus - 1} or {gpus}"}.get(gpus - ranks, f"{ranks + 1} to {gpus}")
+def _why_not_all(recipe: Recipe, room: int, ranks: int) -> str:
+    refused = {1: f"{room}", 2: f"{room - 1} or {room}"}.get(room - ranks, f"{ranks + 1} to {room}")
     fixed = "".join(f", {name} {value}" for name, value in _fixed_split(recipe).items())
-    return f"{ranks} of {gpus} GPUs: batch {recipe.batch}{fixed} cannot be split evenly over {refused} ranks"
+    places = "GPUs" if recipe.plan.ranks_per_gpu == 1 else f"places on GPUs ({recipe.plan.ranks_per_gpu} on each)"
+    return f"{ranks} of {room} {places}: batch {recipe.batch}{fixed} cannot be split evenly over {refused} ranks"
 
 
-def _check_ranks(cluster: Cluster, world_size: int) -> None:
-    gpus = _all_gpus(cluster)
-    if gpus and world_size > gpus:
+def _check_ranks(recipe: Recipe, cluster: Cluster, world_size: int, nproc: int | None) -> None:
+    room = _room(recipe, cluster)
+    if room and world_size > room:
+        field = "--nproc" if nproc else "plan.mesh"
+        gpus, shared = cluster.nodes * cluster.gpus_per_node, recipe.plan.ranks_per_gpu
+        has = f"{gpus}" if shared == 1 else f"{gpus}, which take {room} with plan.ranks_per_gpu {shared}"
+        hint = 'to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""'
+        if nproc is None:
+            hint = f"for {room} ranks: plan.mesh={' or '.join(m.flow() for m in recipe.plan.mesh.nearest(room))}"
         raise InputError(
-            f"--nproc: {world_size} ranks need a GPU each, but {cluster.name} has {gpus}",
-            hint='to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""',
-            field="--nproc",
+            f"{field}: {world_size} ranks need {'a GPU each' if shared == 1 else 'GPUs'}, but {cluster.name} has {has}",
+            hint=f"{hint}; ranks may share a GPU: plan.ranks_per_gpu={-(-world_size // gpus)}",
+            field=field,
             found=world_size,
-            allowed=gpus,
+            allowed=room,
         )
 
 
-def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int) -> Choice:
+def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int, own_loop: bool) -> Choice:
     fixed = {name: getattr(recipe.plan, name) for name in recipe.plan.fixed}
     gpus = cluster.gpus_per_node > 0
-    chosen: dict[str, tuple[Any, str]] = {}
+    capability = _capability(cluster)
+    model = facts_of(recipe)
 
-    mesh = fixed.get("mesh") or Mesh(replicate=world_size)
+    mesh, why = (fixed["mesh"], "") if "mesh" in fixed else _mesh(world_size, fixed.get("zero", 0))
     mesh.check(world_size)
-    chosen["mesh"] = (mesh, f"{world_size} ranks, each with the whole model" if world_size > 1 else "one rank")
-    micro_batch, accumulate, why = _split_batch(recipe.batch, mesh.data_ranks, fixed)
-    chosen["micro_batch"] = (micro_batch, why)
-    chosen["accumulate"] = (accumulate, why)
-    chosen["precision"] = _precision(cluster)
+    chosen: dict[str, Chosen] = {"mesh": (mesh, why)}
+    chosen["zero"] = _zero(mesh)
+    schedule = fixed.get("pipeline_schedule", "1f1b")
+    if mesh.pipeline > 1:
+        chosen["pipeline_schedule"] = ("1f1b", "idles no longer than gpipe, and keeps fewer activations")
+        chosen["stages_per_rank"] = _stages_per_rank(schedule)
+    stages: int = fixed.get("stages_per_rank") or chosen.get("stages_per_rank", (1, ""))[0]
+    chosen["micro_batch"], chosen["accumulate"] = split_batch(recipe.batch, mesh, schedule, stages, fixed)
+    chosen["precision"] = _precision(cluster, capability, mesh.pipeline > 1)
     precision = fixed.get("precision", chosen["precision"][0])
-    chosen["compile"] = (gpus, "pays on a GPU" if gpus else "compiling for the CPU takes longer than it gains")
-    chosen["channels_last"] = _channels_last(recipe, gpus and precision in ("bf16", "fp16", "tf32"))
-    cores = max(1, cluster.cpu_cores * cluster.nodes // world_size)
+    chosen["compile"] = _compile(gpus, mesh.pipeline > 1 and schedule == "zero-bubble")
+    zero: int = fixed["zero"] if "zero" in fixed else chosen["zero"][0]
+    sharded = Plan(mesh=mesh, zero=zero).sharded
+    chosen["channels_last"] = _channels_last(recipe, gpus and precision in ("bf16", "fp16", "tf32"), sharded)
+    on_a_node = ranks_on_a_node(cluster, Plan(mesh=mesh, ranks_per_gpu=recipe.plan.ranks_per_gpu))
+    cores = max(1, cluster.cpu_cores // min(on_a_node, world_size))
     workers = min(MOST_WORKERS, cores - 1)
-    chosen["workers"] = (workers, f"{cores} cores for each rank, one of them for the rank itself")
+    chosen["workers"] = (
+        workers,
+        f"{cores} core{'s' if cores > 1 else ''} for each rank, one of them for the rank itself",
+    )
     every = recipe.checkpoint.every
     chosen["checkpoint_every"] = (every, "from the recipe") if every not in (None, "auto") else ("10m", "default")
 
@@ -97,49 +128,68 @@ def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int) -> Choice:
     if values["checkpoint_every"] == "auto":
         values["checkpoint_every"] = "10m"
     plan = Plan(**values)
-    check_supported(plan)
     plan.check(recipe.batch, world_size)
+    check_supported(Case(recipe, plan, model, gpus, cluster.gpu_name, capability, own_loop))
     reasons = {name: why for name, (_, why) in chosen.items()} | dict.fromkeys(fixed, "fixed by the recipe")
     return Choice(plan, reasons)
 
 
-def _split_batch(batch: int, data_ranks: int, fixed: dict[str, Any]) -> tuple[int, int, str]:
-    """micro_batch and accumulate such that their product with the data ranks is the batch, if it can be."""
-    micro_batch, accumulate = fixed.get("micro_batch"), fixed.get("accumulate")
-    if batch % data_ranks:
-        below, above = batch - batch % data_ranks, batch + data_ranks - batch % data_ranks
-        raise InputError(
-            f"batch: {batch} samples cannot be split evenly over {data_ranks} ranks",
-            hint=f"use batch {below or above} or {above}, or a number of ranks that divides {batch}",
-            field="batch",
-            found=batch,
-            allowed=f"a multiple of {data_ranks}",
-        )
-    share = batch // data_ranks
-    if micro_batch is None:
-        micro_batch = max(1, share // (accumulate or 1))
-    if accumulate is None:
-        accumulate = max(1, share // micro_batch)
-    return micro_batch, accumulate, f"batch {batch} over {data_ranks} data rank{'s' if data_ranks > 1 else ''}"
+def _mesh(world_size: int, zero: int) -> Chosen:
+    if world_size == 1:
+        return Mesh(), "one rank"
+    if zero:
+        return Mesh(shard=world_size), f"{world_size} ranks, among which zero {zero} divides the model's state"
+    return Mesh(replicate=world_size), f"{world_size} ranks, each with the whole model"
 
 
-def _channels_last(recipe: Recipe, tensor_cores: bool) -> tuple[bool, str]:
+def _zero(mesh: Mesh) -> Chosen:
+    if mesh.shard == 1:
+        return 0, "nothing is sharded: mesh.shard is 1"
+    if mesh.pipeline > 1:
+        return 1, "with a pipeline, 2 and 3 would scatter gradients, or gather parameters, for every micro-batch"
+    return 3, "the least memory; where the model fits, 1 and 2 gather parameters less often"
+
+
+def _stages_per_rank(schedule: str) -> Chosen:
+    if schedule == "interleaved":
+        return 2, "with two stages on each rank, interleaved idles half as long as 1f1b"
+    return 1, f"{schedule} needs no more"
+
+
+def _compile(gpus: bool, zero_bubble: bool) -> Chosen:
+    if not gpus:
+        return False, "compiling for the CPU takes longer than it gains"
+    if zero_bubble:
+        return False, "zero-bubble takes backward apart, which torch cannot do with compiled stages"
+    return True, "pays on a GPU"
+
+
+def _channels_last(recipe: Recipe, tensor_cores: bool, sharded: bool) -> Chosen:
     if not recipe.model.built_in:
         return False, "your own model may reshape what this layout makes non-contiguous; the recipe can say true"
     if catalogue.resolve(recipe.model.use, recipe.model.options)[0].sample != "image":
         return False, "the samples are no images"
+    if sharded:
+        return False, "FSDP2 divides only weights that lie in memory row by row"
     return tensor_cores, "the layout of tensor-core convolutions" if tensor_cores else "no tensor cores in use"
 
 
-def _precision(cluster: Cluster) -> tuple[str, str]:
+def _capability(cluster: Cluster) -> tuple[int, int] | None:
+    """The compute capability of the GPUs, from the cluster or the catalogue; None where neither knows."""
+    given = cluster.gpu.compute_capability if isinstance(cluster.gpu, GpuNumbers) else None
+    if given is not None:
+        return given[0], given[1]
+    known = find_gpu(cluster.gpu_name) if cluster.gpu_name else None
+    return known.compute_capability if known else None
+
+
+def _precision(cluster: Cluster, capability: tuple[int, int] | None, in_stages: bool) -> Chosen:
     if cluster.gpus_per_node == 0:
         return "fp32", "the CPU"
-    capability = cluster.gpu.compute_capability if isinstance(cluster.gpu, GpuNumbers) else None
-    if capability is None:
-        known = find_gpu(cluster.gpu_name) if cluster.gpu_name else None
-        if known is None:
-            return "bf16", f"assumed: the catalogue does not know {cluster.gpu_name or 'the GPU'}"
-        capability = list(known.compute_capability) if known.compute_capability else None
-    if capability is not None and capability < [8, 0]:
+    if capability is None and not (cluster.gpu_name and find_gpu(cluster.gpu_name)):
+        return "bf16", f"assumed: the catalogue does not know {cluster.gpu_name or 'the GPU'}"
+    if capability is not None and capability < (8, 0):
+        if in_stages:
+            return "fp32", f"{cluster.gpu_name} has no bf16, and a pipeline cannot scale the loss as fp16 needs it"
         return "fp16", f"{cluster.gpu_name} has no bf16"
     return "bf16", f"{cluster.gpu_name} has it, and it needs no loss scaling"

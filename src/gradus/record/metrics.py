@@ -1,8 +1,8 @@
 """Reading metrics.jsonl: one row for each step, whole or as it grows.
 
-Training and evaluation write their own lines. A line is of an evaluation when it has a key that starts with
-`validation_`, or the key `evaluation`. An attempt that goes on from a checkpoint discards what earlier attempts did
-after it: their lines at or after its first one are no part of the run any more.
+Training, the end of an epoch and evaluation write their own lines. A line is of an evaluation when it has a key that
+starts with `validation_`, or the key `evaluation`. An attempt that goes on from a checkpoint discards what earlier
+attempts did after it: their lines at or after its first one are no part of the run any more.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from gradus.record.directory import RunDirectory
 from gradus.schema.recipe import EvaluateBlock
 
 VALIDATION = "validation_"
+EPOCH_NUMBERS = ("loss", "samples_per_second", "tokens_per_second")  # with `epoch_` before them in the file
 
 
 class Evaluation(NamedTuple):
@@ -39,6 +40,15 @@ def evaluations(rows: Iterable[Mapping[str, Any]], metric: str) -> list[Evaluati
     """All evaluations of a metric, ascending."""
     key = VALIDATION + metric
     return [Evaluation(row["step"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def epochs(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each pass over the data: its number, the step that ended it, its mean loss and its speed."""
+    return [
+        {"epoch": row["epoch"], "step": row["step"], **{name: row.get(f"epoch_{name}") for name in EPOCH_NUMBERS}}
+        for row in rows
+        if row.get("epoch") is not None
+    ]
 
 
 def best_evaluation(found: Iterable[Evaluation], block: EvaluateBlock) -> Evaluation | None:

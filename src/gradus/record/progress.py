@@ -27,6 +27,7 @@ class Progress:
         self._tail = LogTail(run.metrics_path)
         self._training: dict[str, Any] = {}
         self._evaluation: dict[str, Any] = {}
+        self._epoch: Mapping[str, Any] = {}  # the last that ended
         self._step_seconds: deque[float] = deque(maxlen=_STEPS_FOR_ETA)
 
     @property
@@ -45,6 +46,10 @@ class Progress:
             old = self._evaluation
             if old and not _same_attempt(old, record) and position(record) < position(old):
                 self._evaluation = {}  # of work that a later attempt discarded
+            if self._epoch and not _same_attempt(self._epoch, record) and record["step"] <= self._epoch["step"]:
+                self._epoch = {}
+            if record.get("epoch") is not None:
+                self._epoch = record
             if is_evaluation(record):
                 self._evaluation = _with_its_step(self._evaluation, record)
             else:
@@ -57,11 +62,13 @@ class Progress:
         return bool(records)
 
     def line(self) -> str:
-        """`step 120/200  loss 2.314  validation loss 2.5, accuracy 41.2%  41.2 k tok/s  ETA 0:23`."""
+        """`step 120/200  loss 2.314  epoch 3 loss 2.41  validation loss 2.5, accuracy 41.2%  41 k tok/s  ETA 0:23`."""
         step, loss = self.step, self._training.get("loss")
         parts = [f"step {step}" if self.steps_total is None else f"step {step}/{self.steps_total}"]
         if loss is not None:
             parts.append(f"loss {number_text(loss)}")
+        if self._epoch.get("epoch_loss") is not None:
+            parts.append(f"epoch {self._epoch['epoch']} loss {number_text(self._epoch['epoch_loss'])}")
         validation = list(validation_results(self._evaluation).items())
         if validation:
             shown = ", ".join(f"{name} {metric_text(name, value)}" for name, value in validation[: 1 + _SHOWN_METRICS])

@@ -11,7 +11,7 @@ from typing import Any
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
 from gradus.record.format import bytes_text, duration_text, metric_text, number_text
-from gradus.record.metrics import Evaluation, best_evaluation, evaluations, read_metrics, validation_results
+from gradus.record.metrics import Evaluation, best_evaluation, epochs, evaluations, read_metrics, validation_results
 from gradus.record.progress import speed_text
 from gradus.record.status import read_status
 from gradus.schema.errors import InputError
@@ -30,6 +30,8 @@ class Summary:
     last_loss: float | None
     validation: dict[str, float]
     """Loss and metrics of the last evaluation that had them, by name."""
+    epoch: dict[str, Any] | None
+    """The last pass over the data that ended: its number, mean loss and speed."""
     metric: str
     """The one by which the recipe judges evaluations."""
     best: Evaluation | None
@@ -48,11 +50,13 @@ def summarize(run: RunDirectory) -> Summary:
     losses, memory = _column(rows, "loss"), _column(rows, "memory_peak_bytes")
     judged_by = evaluate_block(run)
     judged = evaluations(rows, judged_by.metric)
+    passes = epochs(rows)
     return Summary(
         step=rows[-1]["step"] if rows else 0,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         validation={name: value for row in rows for name, value in validation_results(row).items()},
+        epoch=passes[-1] if passes else None,
         metric=judged_by.metric,
         best=best_evaluation(judged, judged_by),
         evaluations=len(judged),
@@ -71,6 +75,10 @@ def summary_text(run: RunDirectory, next_steps: Sequence[str] = ()) -> str:
     lines: list[tuple[str, str]] = []
     if found.first_loss is not None and found.last_loss is not None:
         lines.append(("loss", f"{number_text(found.first_loss)} → {number_text(found.last_loss)}"))
+    if found.epoch is not None and found.epoch["loss"] is not None:
+        its_speed = speed_text(found.epoch["tokens_per_second"], found.epoch["samples_per_second"])
+        mean = f"mean loss {number_text(found.epoch['loss'])}"
+        lines.append((f"epoch {found.epoch['epoch']}", f"{mean}, {its_speed}" if its_speed else mean))
     for name, value in found.validation.items():
         best = _best_text(found) if name == found.metric else ""
         lines.append((f"validation {name}", f"{metric_text(name, value)}{best}"))

@@ -144,6 +144,16 @@ class CheckpointBlock(BaseModel):
     best: bool = False  # keep the checkpoint with the best evaluation too
 
 
+class PipelineParts(BaseModel):
+    """Names of the model's parts: what reads the batch, the list of blocks, what makes the output."""
+
+    model_config = _STRICT
+
+    head: str
+    blocks: str
+    tail: str
+
+
 class Recipe(BaseModel):
     model_config = _STRICT
 
@@ -161,6 +171,8 @@ class Recipe(BaseModel):
     hooks: list[Named] = []
     freeze: list[str] = []  # patterns of the names of parameters that are not trained
     lora: LoraBlock | None = None
+    tensor_plan: dict[str, str] = {}  # pattern of a layer's name → how its weight is split over plan.mesh.tensor
+    pipeline_parts: PipelineParts | None = None  # where a model of your own may be cut into stages
     evaluate: EvaluateBlock = EvaluateBlock()
     log_every: int = Field(1, ge=1)
     checkpoint: CheckpointBlock = CheckpointBlock()
@@ -176,6 +188,13 @@ class Recipe(BaseModel):
     @classmethod
     def _loss_by_name(cls, value: Any) -> Any:
         return {"use": value} if isinstance(value, str) else value
+
+    @field_validator("pipeline_parts", mode="before")
+    @classmethod
+    def _parts_in_order(cls, value: Any) -> Any:
+        """`[embedding, blocks, output]` says the same as the three keys."""
+        three = isinstance(value, list) and len(value) == 3
+        return dict(zip(("head", "blocks", "tail"), value, strict=True)) if three else value
 
     @field_validator("hooks", "metrics", mode="before")
     @classmethod

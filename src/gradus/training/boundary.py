@@ -11,11 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from torch.nn.utils import get_total_norm
-
 from gradus.data.order import sample_indices
 from gradus.faults.numerics import always_overflows, not_a_number
 from gradus.schema.errors import DoNotRestart
+from gradus.training.gradients import total_norm
 from gradus.training.live_run import LiveRun
 from gradus.training.readback import PendingNumbers
 from gradus.training.saving import save
@@ -82,7 +81,10 @@ class Boundary:
             self._check_some_steps_happen(step, numbers.scale_after)
         else:
             self._check_finite("gradient norm", numbers.grad_norm, step, positions)
-        live.recorder.step(step, positions.stop, len(positions), launched.lr, launched.data_seconds, numbers)
+        seconds = live.recorder.step(step, positions.stop, len(positions), launched.lr, launched.data_seconds, numbers)
+        epoch = live.state.epoch.add(positions, live.train_data.length, numbers, seconds)
+        if epoch is not None:
+            live.recorder.epoch(step, epoch)
 
     def save_if_out_of_budget(self) -> None:
         """Before the last evaluation: one that fails must not lose what was trained."""
@@ -123,7 +125,7 @@ class Boundary:
             return
         self.settle()
         if step > 0:
-            norm = float(get_total_norm(live.model.parameters()))
+            norm = float(total_norm([(p, p.detach()) for p in live.model.parameters()], live.world))
             self._check_finite("norm of the weights", norm, step, live.samples_of(step - 1), self._saved_step or 0)
         if save(live, required):
             self._saved_step = step

@@ -1,27 +1,38 @@
 """Compilation: each repeated block is compiled once, and so are the parts around the blocks.
 
 A block's code is compiled for the first block and used for all that look alike, so that compile time does not grow with
-depth. A model without repeated blocks is compiled whole.
+depth. A model without such blocks is compiled whole.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+import torch
 from torch import nn
 
-MINIMUM_SHARE = 0.5  # of the parameters: with less in repeated blocks, there is more to gain from the whole graph
+from gradus.parallel.blocks import parameter_count, repeated_blocks
+
+MINIMUM_SHARE = (
+    0.5  # of the parameters: with less in blocks that look alike, there is more to gain from the whole graph
+)
+# Such as those of an encoder and a decoder. Each shape is compiled for training, for evaluation and for a short batch,
+# and after eight versions of one function the compiler gives up on it without an error.
+MOST_SHAPES = 2
 
 
 def compile_model(model: nn.Module) -> None:
     """Arrange, in place, for parts of the model to be compiled when they are first called."""
     parts = parts_to_compile(model)
+    for module in model.modules():
+        if getattr(module, "eager", False):  # what it does depends on the data, so that there is no one graph of it
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
     for part in parts:
         part.compile()
 
 
 def parts_to_compile(model: nn.Module) -> list[nn.Module]:
-    blocks = repeated_blocks(model)
+    blocks = _blocks_that_share_code(model)
     if not blocks:
         return [model]
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -37,18 +48,15 @@ def parts_to_compile(model: nn.Module) -> list[nn.Module]:
     return [*blocks, *around(model)]
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of a list or sequence of modules that look alike and hold most of the model's parameters."""
-    total = sum(p.numel() for p in model.parameters())
-    for module in model.modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
-            continue
-        shape, count = Counter(_shape(child) for child in module).most_common(1)[0]
-        blocks = [child for child in module if _shape(child) == shape]
-        held = sum(p.numel() for block in blocks for p in block.parameters())
-        if count >= 2 and held >= MINIMUM_SHARE * total:
-            return blocks
-    return []
+def _blocks_that_share_code(model: nn.Module) -> list[nn.Module]:
+    """Of the repeated blocks, those of a shape that occurs more than once, if they are most of the model."""
+    found = repeated_blocks(model)
+    times = Counter(map(_shape, found))
+    blocks = [block for block in found if times[_shape(block)] > 1]
+    many_shapes = len({_shape(block) for block in blocks}) > MOST_SHAPES
+    if many_shapes or parameter_count(blocks) < MINIMUM_SHARE * parameter_count([model]):
+        return []
+    return blocks
 
 
 def _shape(module: nn.Module) -> tuple[object, ...]:

@@ -9,22 +9,54 @@ from gradus.hardware.torch_build import TorchBuild, check_torch_can_use
 from gradus.schema.errors import InputError
 
 
-def rank_device(local_rank: int) -> torch.device:
-    """The GPU of this rank; the CPU only where there is none, never because torch cannot use one."""
+def rank_device(local_rank: int, ranks_per_gpu: int = 1) -> torch.device:
+    """The GPU of this rank; the CPU only where there is none, never because torch cannot use one.
+
+    With several ranks for each GPU, neighbours share one.
+    """
     machine = detect_machine()
     architectures = tuple(torch.cuda.get_arch_list()) or None
     build = TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip, architectures)
     check_torch_can_use(machine, build)
     if not machine.gpus:
         return torch.device("cpu")
-    if local_rank >= len(machine.gpus):
-        raise InputError(f"--nproc: rank {local_rank} has no GPU; this node has {len(machine.gpus)}", field="--nproc")
-    device = torch.device("cuda", local_rank)
+    number = gpu_of(local_rank, len(machine.gpus), ranks_per_gpu)
+    device = torch.device("cuda", number)
     try:
         torch.cuda.set_device(device)
     except RuntimeError as error:
         raise InputError(
-            f"{machine.gpus[local_rank].name} is there, but torch {torch.__version__} cannot use it: {error}",
+            f"{machine.gpus[number].name} is there, but torch {torch.__version__} cannot use it: {error}",
             hint="see what nvidia-smi says; the driver may be older than torch needs",
         ) from error
     return device
+
+
+def gpu_of(local_rank: int, gpus: int, ranks_per_gpu: int) -> int:
+    """The number of a rank's GPU on its node."""
+    number = local_rank // ranks_per_gpu
+    if number >= gpus:
+        shared = f" for {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""
+        raise InputError(f"--nproc: rank {local_rank} has no GPU; this node has {gpus}{shared}", field="--nproc")
+    return number
+
+
+def limit_memory(device: torch.device, memory_limit_gib: float | None) -> None:
+    """Let this process have so much of its GPU and no more, as if the GPU were smaller. A CPU has no such limit."""
+    if memory_limit_gib is None or device.type != "cuda":
+        return
+    whole = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(fraction_of(memory_limit_gib, whole), device)
+
+
+def fraction_of(memory_limit_gib: float, whole_bytes: int) -> float:
+    fraction = memory_limit_gib * 2**30 / whole_bytes
+    if fraction > 1:
+        raise InputError(
+            f"plan.memory_limit_gib: found {memory_limit_gib:g}, but the GPU has {whole_bytes / 2**30:.1f}",
+            hint="leave it out to use all of the GPU",
+            field="plan.memory_limit_gib",
+            found=memory_limit_gib,
+            allowed=f"at most {whole_bytes / 2**30:.1f}",
+        )
+    return fraction

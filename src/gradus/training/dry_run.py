@@ -6,7 +6,7 @@ import os
 
 from gradus.record.variables import DRY_RUN
 from gradus.schema.recipe import Recipe
-from gradus.training.live_run import LiveRun, parameter_counts
+from gradus.training.live_run import LiveRun
 from gradus.training.recorder import peak_memory_bytes
 
 GIB = 1024**3
@@ -31,7 +31,7 @@ def shortened(recipe: Recipe) -> Recipe:
 
 def summary(live: LiveRun) -> list[str]:
     """What was built, in lines for people."""
-    total, trained = parameter_counts(live.model)
+    total, trained = live.parameter_counts
     share = f", {trained:,} of them trained" if trained < total else ""
     evaluated = f"; validation loss {live.state.evaluation.last:.4g}" if live.state.evaluation.last is not None else ""
     loss = f"{live.last_loss:.4g}" if live.last_loss is not None else "unknown"

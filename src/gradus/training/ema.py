@@ -6,17 +6,21 @@ beside the weights (`validation_ema_loss`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradus.checkpoint.state import put
+from gradus.checkpoint.tensor_file import StoredTensor
+from gradus.parallel.part import local_part
 from gradus.schema.errors import InputError, unknown_name
 from gradus.training.hooks import Hook, HookRun
 
 
 class Ema(Hook):
-    every_rank = True  # with replicas each rank has the whole average; all are equal
+    every_rank = True  # each has the average of what it has of the model
 
     def __init__(self, decay: Any = 0.999, **unknown: Any) -> None:
         for key in unknown:
@@ -27,19 +31,21 @@ class Ema(Hook):
             )
         self._decay = float(decay)
         self._average: dict[str, Tensor] = {}
+        self._saved: Mapping[str, StoredTensor] = {}
 
     def on_start(self, run: HookRun) -> None:
-        trained = {name: p.detach() for name, p in run.model.named_parameters() if p.requires_grad}
-        # From a checkpoint the average comes to host memory.
-        self._average = {
-            name: self._average[name].to(p) if name in self._average else p.clone() for name, p in trained.items()
-        }
+        self._average = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
+        for name, average in self._average.items():
+            if name in self._saved:
+                put(average, self._saved[name])
+        self._saved = {}
 
     @torch.no_grad()
     def on_step(self, run: HookRun) -> None:
         parameters = dict(run.model.named_parameters())
-        current = [parameters[name].detach() for name in self._average]
-        torch._foreach_lerp_(list(self._average.values()), current, 1 - self._decay)
+        current = [local_part(parameters[name]).tensor for name in self._average]
+        averages = [local_part(average).tensor for average in self._average.values()]
+        torch._foreach_lerp_(averages, current, 1 - self._decay)
 
     def on_evaluate(self, run: HookRun, results: dict[str, float]) -> None:
         run.evaluate_with(self._average, "ema")
@@ -47,5 +53,5 @@ class Ema(Hook):
     def state(self) -> dict[str, Tensor]:
         return self._average
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        self._average = state
+    def _restore_stored(self, state: Mapping[str, StoredTensor]) -> None:
+        self._saved = state  # which parts of it belong here is known when the model is

@@ -41,7 +41,7 @@ def evaluate(
     model.eval()
     try:
         for micro in loader.micro_batches(0, batches):
-            if stop.seen():
+            if _asked_to_stop(stop, world):
                 interrupted += 1
                 break
             with numbers.computing(world.device):
@@ -57,6 +57,14 @@ def evaluate(
         return None
     totals = world.sum_(torch.stack([sums[name] for name in sums])).tolist()
     return {name: total / count if count else float("nan") for name, (total, count) in zip(sums, totals, strict=True)}
+
+
+def _asked_to_stop(stop: StopRequest, world: World) -> bool:
+    """Ranks may learn of a request at different batches; those that need each other in forward leave together."""
+    if world.size == world.mesh.replicate:
+        return stop.seen()
+    told = torch.tensor(int(stop.seen()))  # of the host, which gloo sends: nothing waits for the device
+    return world.sum_(told).item() > 0
 
 
 @dataclass

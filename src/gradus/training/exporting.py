@@ -80,7 +80,7 @@ def _whole_model(saved: Saved) -> nn.Module:
     dtype = torch.float64 if "F64" in floats else torch.float32
     with recipe.blamed():
         model = build_model(recipe, torch.device("cpu"), dtype, load_weights=False)
-    restore_model(model, Checkpoint(saved.step, saved.path, dict(saved.state)).tensors())
+    restore_model(model, Checkpoint(saved.step, saved.path, dict(saved.state)).stored())
     return model
 
 
@@ -159,7 +159,9 @@ def _linked(link: Link, dtype: str, shape: tuple[int, ...], get: Callable[[], Te
     rows = shape[0] if link.rows is None else link.rows
 
     def taken() -> Tensor:
-        part = get()[link.first_row : link.first_row + rows]
+        part = get()
+        if link.runs is not None:
+            part = torch.cat([part[run.ours : run.ours + run.rows] for run in link.runs])
         return part.T if link.transposed else part
 
     theirs = (rows, *shape[1:])

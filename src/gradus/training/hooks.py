@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from gradus.checkpoint.reading import read_tensor
+from gradus.checkpoint.tensor_file import StoredTensor
 from gradus.schema.callables import import_callable, is_import_path, short_name
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.recipe import Named
@@ -55,6 +58,10 @@ class Hook:
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Before `on_start`: what `state` returned when the checkpoint was made, numbers as tensors of one element."""
+
+    def _restore_stored(self, state: Mapping[str, StoredTensor]) -> None:
+        """The same without the tensors in memory, for what is divided over ranks."""
+        self.restore({key: read_tensor(stored) for key, stored in state.items()})
 
 
 class HookRun:
@@ -165,19 +172,25 @@ class Hooks:
             with user_code("hooks", f"{use}, in state,"):
                 state = hook.state()
             for key, value in state.items():
-                kept[f"hooks.{short_name(use)}.{key}"] = _kept(use, key, value)
+                kept[f"hooks.{short_name(use)}.{key}"] = _kept(use, key, value, hook.every_rank)
         return kept
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, StoredTensor]) -> None:
         for use, hook in self._hooks:
             prefix = f"hooks.{short_name(use)}."
             state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             if state:
                 with user_code("hooks", f"{use}, in restore,"):
-                    hook.restore(state)
+                    hook._restore_stored(state)
 
 
-def _kept(use: str, key: str, value: Any) -> Tensor:
+def _kept(use: str, key: str, value: Any, every_rank: bool) -> Tensor:
+    if isinstance(value, DTensor) and not every_rank:
+        raise InputError(
+            f"hooks: {use}: its state {key!r} is divided over ranks, but rank 0 alone calls this hook",
+            hint="set `every_rank = True` in its class",
+            field="hooks",
+        )
     if isinstance(value, Tensor):
         return value
     if isinstance(value, (bool, int, float)):

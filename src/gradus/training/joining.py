@@ -20,7 +20,7 @@ from gradus.record.directory import RunDirectory
 from gradus.record.variables import ATTEMPT, RUN
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
-from gradus.training.device import rank_device
+from gradus.training.device import limit_memory, rank_device
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,10 @@ class Place:
 
 def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
     connection = ExitStack()
-    world = _world(connection)
+    world = _world(connection, recipe)
     machine = detect_machine()
     cluster = detect_cluster(machine)
-    choice = default_plan(recipe, cluster, world.size)
-    if choice.plan.mesh.pipeline > 1:
-        raise InputError(
-            f"plan.mesh.pipeline: found {choice.plan.mesh.pipeline}; an own loop cannot express a pipeline schedule",
-            hint="train the model from a recipe (gradus train RECIPE), or use pipeline 1",
-            field="plan.mesh.pipeline",
-            found=choice.plan.mesh.pipeline,
-            allowed=1,
-        )
+    choice = default_plan(recipe, cluster, world.size, own_loop=True)
     files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
     named = os.environ.get(RUN)
     if named is not None:
@@ -95,15 +87,16 @@ def _is_run(named: str, runs: Path, chosen: Path) -> bool:
         return False
 
 
-def _world(connection: ExitStack) -> World:
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return alone(rank_device(0))
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    device = rank_device(local_rank)
-    size = int(os.environ["WORLD_SIZE"])
+def _world(connection: ExitStack, recipe: Recipe) -> World:
+    per_gpu = recipe.plan.ranks_per_gpu  # which a plan has from its recipe alone
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 1
+    device = rank_device(local_rank if size > 1 else 0, per_gpu)
+    limit_memory(device, recipe.plan.memory_limit_gib)
     if size == 1:
         return alone(device)
-    return connection.enter_context(connected(rank, local_rank, size, device, store_from_environment()))
+    store = store_from_environment()
+    return connection.enter_context(connected(rank, local_rank, size, device, store, shares_gpu=per_gpu > 1))
 
 
 def _tell(world: World, text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 class _Layerwise(torch.optim.Optimizer):
@@ -25,10 +26,10 @@ class _Layerwise(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 # alive is 0 for a step that must not happen: then the state stays and the update is nothing.
-                alive = torch.ones((), device=parameter.device, dtype=parameter.dtype)
+                alive = _everywhere(torch.ones((), device=parameter.device, dtype=parameter.dtype), parameter)
                 gradient = parameter.grad
                 if found_inf is not None:
-                    alive = alive - found_inf.to(parameter.device, parameter.dtype)
+                    alive = alive - _everywhere(found_inf.to(parameter.device, parameter.dtype), parameter)
                     gradient = torch.where(alive > 0, gradient, torch.zeros_like(gradient))
                 self._update(parameter, gradient, alive, group, self.state[parameter])
         return None
@@ -57,7 +58,7 @@ class Lamb(_Layerwise):
         self, parameter: Tensor, gradient: Tensor, alive: Tensor, group: dict[str, Any], state: dict[str, Any]
     ) -> None:
         if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
+            state["step"] = _everywhere(torch.zeros((), device=parameter.device), parameter)
             state["mean"] = torch.zeros_like(parameter)
             state["variance"] = torch.zeros_like(parameter)
         beta1, beta2 = group["betas"]
@@ -104,6 +105,14 @@ class Lars(_Layerwise):
         moved = state["momentum"] * group["momentum"] + decayed * rate
         state["momentum"].lerp_(moved, alive)
         parameter.sub_(state["momentum"] * alive)
+
+
+def _everywhere(value: Tensor, like: Tensor) -> Tensor:
+    """A number that all ranks have, as a tensor beside a parameter: a DTensor takes no plain ones."""
+    if not isinstance(like, DTensor):
+        return value
+    mesh = like.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _require(name: str, found: object, fits: bool, allowed: str) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,21 +23,32 @@ from gradus.faults.announcements import Announcements
 from gradus.faults.stop_request import StopRequest
 from gradus.hardware.catalogue import find_gpu, peak_flops
 from gradus.parallel.batch_norm import has_batch_norm
+from gradus.parallel.context import split_sequence
+from gradus.parallel.local_sgd import LocalSGD, check_can_step_alone
+from gradus.parallel.pipeline import StagesHere
+from gradus.parallel.recompute import recompute_note
 from gradus.parallel.replicate import replicated, share_buffers, unwrapped
-from gradus.parallel.world import World
+from gradus.parallel.shard import is_divided, is_sharded, let_go
+from gradus.parallel.wiring import Wiring
+from gradus.parallel.world import World, alone
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
 from gradus.schema.errors import InputError
 from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
-from gradus.training.building import build_model, open_data
-from gradus.training.compilation import compile_model
+from gradus.training.building import open_data
+from gradus.training.described import Described, described_model
 from gradus.training.evaluation import Measure, evaluate
+from gradus.training.float8 import choose_layers
 from gradus.training.hooks import Hooks
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
+from gradus.training.out_of_memory import out_of_memory_explained
+from gradus.training.own_optimizer import rebind
+from gradus.training.pipeline_step import PipelineStep, wiring_of
 from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
+from gradus.training.preparation import prepared
 from gradus.training.recorder import Rates, Recorder
 from gradus.training.saving import check_same_data, newest_checkpoint, resume
 from gradus.training.schedules import Schedule, learning_rate, scaled_peak
@@ -65,10 +78,13 @@ class LiveRun:
     tokenizer_hash: str | None = None
     flops_per_sample: float | None = None
     evaluator: Evaluator | None = None
+    local_sgd: LocalSGD | None = None
+    parameter_counts: tuple[int, int]  # of the whole model: all, and those that are trained
     scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
     last_loss: float | None = None  # of the last step whose numbers have arrived
 
     def __init__(self, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> None:
+        world = world.arranged(plan.mesh)
         self.recipe, self.plan, self.run, self.attempt, self.world = recipe, plan, run, attempt, world
         # First of all: its heartbeat shows that the run is alive while a large model is built or loaded.
         self.recorder = Recorder(run, attempt, world, recipe.log_every)
@@ -90,7 +106,7 @@ class LiveRun:
     def from_recipe(cls, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> LiveRun:
         """All that the recipe names, built and, where there is a checkpoint, restored."""
         live = cls(recipe, plan, run, attempt, world)
-        with live.recorder.told_of_failure():
+        with live.recorder.told_of_failure(), out_of_memory_explained(live):
             train = open_data(recipe, "train")
             if train is None:
                 raise InputError("data.use: there are no training samples", field="data.use", found=0, allowed=">= 1")
@@ -98,10 +114,11 @@ class LiveRun:
             validation = open_data(recipe, "validation")
             live.evaluator = live.evaluator_for(validation) if validation is not None else None
             begins = live.checkpoint is None
-            model = build_model(recipe, world.device, live.numbers.parameters, load_weights=begins)
-            live.objective = Objective(recipe, model)
+            dtype, divided = live.numbers.parameters, is_divided(plan)
+            described = described_model(recipe, live.world, dtype, divided=divided, load_weights=begins)
+            live.objective = Objective(recipe, described.model)
             live.objective.check_metric(recipe.evaluate.metric, reference_model=recipe.model.built_in)
-            live.use_model(model)
+            live.use_model(described)
             live.check_ranks_agree()
             live.restore()
             live.begin()
@@ -117,10 +134,13 @@ class LiveRun:
         self.loader = self._loader(data, recipe.batch, self.total_samples, self.plan.accumulate, recipe.seed)
 
     def use_model(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, fixed_buckets: bool = False
+        self, described: Described, optimizer: torch.optim.Optimizer | None = None, *, fixed_buckets: bool = False
     ) -> None:
-        """In this order: check, lay out in memory, compile, replicate; the optimizer last, unless it is there."""
-        recipe, plan, world = self.recipe, self.plan, self.world
+        """In this order: check, lay out in memory, split, fill with values, replicate; the optimizer last, unless it is
+        there."""
+        recipe, plan, world, model = self.recipe, self.plan, self.world, described.model
+        if described.note:
+            self.recorder.event("model", message=described.note)
         if has_batch_norm(model) and plan.accumulate > 1:
             raise InputError(
                 f"plan.accumulate: found {plan.accumulate}, but the model has batch normalisation, whose statistics "
@@ -133,27 +153,50 @@ class LiveRun:
         if plan.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.flops_per_sample = _flops_per_sample(model)
-        if plan.compile:
-            compile_model(model)
-        wrapped = replicated(
-            model,
-            world,
-            plan.bucket_mib,
-            some_rank_may_pad=self._some_rank_may_pad(),
-            fixed_buckets=fixed_buckets,
-        )
+        may_pad = self._some_rank_may_pad()
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self.parameter_counts = parameter_counts(model)
+        wiring = self._wiring(model) if plan.mesh.pipeline > 1 else None
+        wrapped = prepared(model, recipe, plan, world, self.numbers, some_rank_may_pad=may_pad, wiring=wiring)
+        offloaded = torch.device("cpu") if plan.offload == "cpu" else None
+        described.fill(wrapped, world, shards_on=offloaded)
+        steps_alone = plan.synchronise_every > 1 and world.size > 1
+        if steps_alone:
+            check_can_step_alone(model, plan.synchronise_every, some_rank_may_pad=may_pad)
+        elif world.averaging_ranks > 1 and not is_sharded(plan) and plan.mesh.pipeline == 1:
+            wrapped = replicated(
+                wrapped,
+                world,
+                plan.bucket_mib,
+                compression=plan.compression,
+                some_rank_may_pad=may_pad,
+                fixed_buckets=fixed_buckets,
+            )
         self.model = unwrapped(wrapped)
+        if optimizer is not None:
+            rebind(optimizer, names, self.model)
         self.optimizer = optimizer or build_optimizer(self.model, recipe.optimizer)
+        if steps_alone:
+            self.local_sgd = LocalSGD(self.model, self.optimizer, world, plan.synchronise_every, plan.bucket_mib)
+        if isinstance(wrapped, StagesHere):
+            clip, seed = recipe.optimizer.clip, recipe.seed
+            assert self.objective is not None
+            self.step = PipelineStep(
+                wrapped, self.optimizer, self.objective, self.numbers, world, plan, clip=clip, seed=seed
+            )
+            return
         self.step = TrainingStep(
             wrapped,
             self.optimizer,
             self.objective,
             self.numbers,
-            world,
+            alone(world.device) if steps_alone else world,
             accumulate=plan.accumulate,
             clip=recipe.optimizer.clip,
             seed=recipe.seed,
+            zero=plan.zero,
             accumulate_in_fp32=plan.accumulate_dtype == "fp32",
+            local_sgd=self.local_sgd,
         )
 
     def restore(self) -> None:
@@ -171,9 +214,16 @@ class LiveRun:
         recorder.status(step=self.state.step, steps_total=self.total_steps)
         start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": self.world.size, **rates.mfu()}
         recorder.event("start", **start)
-        total, trained = parameter_counts(self.model)
+        total, trained = self.parameter_counts
         if trained < total:
             recorder.event("model", message=f"trains {trained:,} of {total:,} parameters")
+        if note := recompute_note(self.model, self.plan):
+            recorder.event("recompute", message=note)
+        if self.plan.precision == "fp8":
+            layers = choose_layers(self.model, self.plan.fp8_scaling)
+            recorder.event("precision", message=layers.summary())
+            for doubt in layers.doubts(self._rows_at_once(), self.plan.compile):
+                recorder.event("warning", message=doubt)
         note = getattr(self.train_data, "note", None)
         if note:
             recorder.event("data", message=note)
@@ -195,15 +245,19 @@ class LiveRun:
 
     def measure(self, objective: Measure | None = None, evaluator: Evaluator | None = None) -> dict[str, float] | None:
         """Loss and metrics of the validation data with the weights as they are; None if a stop request came."""
-        objective, evaluator = objective or self.objective, evaluator or self.evaluator
+        whole = self.step.measure if isinstance(self.step, PipelineStep) else self.objective
+        objective, evaluator = objective or whole, evaluator or self.evaluator
         assert objective is not None
         assert evaluator is not None
         loader, batches = evaluator.loader, evaluator.batches
-        return evaluate(self.model, objective, loader, batches, self.numbers, self.world, self.stop)
+        try:
+            return evaluate(self.model, objective, loader, batches, self.numbers, self.world, self.stop)
+        finally:
+            let_go(self.model)
 
     def evaluate(self, objective: Measure | None = None, evaluator: Evaluator | None = None) -> dict[str, float] | None:
         """An evaluation that counts: recorded, and noted for early stopping and the best checkpoint."""
-        share_buffers(self.model, self.world)
+        self.meet()
         began = time.monotonic()
         results = self.measure(objective, evaluator)
         if results is not None:
@@ -212,6 +266,12 @@ class LiveRun:
             self.hooks.on_evaluate(results)
         self.recorder.restart_clock()
         return results
+
+    def meet(self) -> None:
+        """Before an evaluation or a checkpoint: one model on all ranks, buffers included. All ranks must call it."""
+        if self.local_sgd is not None:
+            self.local_sgd.meet()
+        share_buffers(self.model, self.world)
 
     def evaluator_for(self, data: Indexed) -> Evaluator:
         samples = data.length
@@ -235,7 +295,7 @@ class LiveRun:
             "training samples": self.train_data.length,
             "steps": self.total_steps,
             "evaluation batches": self.evaluator.batches if self.evaluator else 0,
-            "parameters": parameter_counts(self.model)[0],
+            "parameters": self.parameter_counts[0],
         }
         mine = torch.tensor(list(facts.values()), dtype=torch.int64, device=self.world.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
@@ -283,7 +343,21 @@ class LiveRun:
             workers=self.plan.workers,
             on_device=self.plan.data_on_device,
             channels_last=self.plan.channels_last,
+            part_of=partial(split_sequence, world=self.world) if self.plan.mesh.context > 1 else None,
         )
+
+    def _wiring(self, model: nn.Module) -> Wiring:
+        """Where the model may be cut into stages, seen on a batch of one sample."""
+        assert self.objective is not None, "own loops have no pipeline"
+        raw = self.train_data.fetch(np.zeros(1, dtype=np.int64), self.recipe.seed)
+        example = self.train_data.finish(raw, self.numbers.parameters)
+        return wiring_of(model, self.recipe, self.plan, self.objective, example)
+
+    def _rows_at_once(self) -> int | None:
+        """How many tokens a layer of this rank sees in one micro-batch."""
+        if self.tokens_per_sample is None:
+            return None
+        return self.plan.micro_batch * self.tokens_per_sample // self.plan.mesh.context
 
     def _rates(self) -> Rates:
         device = self.world.device

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradus.data.order import stable_hash
+from gradus.models.initialise import draw
 from gradus.schema.errors import InputError
 from gradus.schema.patterns import matching
 from gradus.schema.recipe import LoraBlock
+from gradus.schema.stable_hash import stable_hash
 
 FIELD = "lora.targets"
 
@@ -24,16 +25,14 @@ FIELD = "lora.targets"
 class LoraLinear(nn.Linear):
     """A Linear layer with its update beside it. It holds the weight and the bias of the layer that it replaces."""
 
-    def __init__(self, layer: nn.Linear, rank: int, scale: float, generator: torch.Generator) -> None:
+    def __init__(self, layer: nn.Linear, rank: int, scale: float) -> None:
         nn.Module.__init__(self)  # not Linear's own: that would draw a weight
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         self.training = layer.training
         self.scale = scale
-        drawn = torch.empty(rank, layer.in_features).uniform_(-1, 1, generator=generator)
-        drawn *= math.sqrt(1 / layer.in_features)  # as torch starts a Linear layer; on the host, alike for any device
-        self.lora_a = nn.Parameter(drawn.to(layer.weight))
-        self.lora_b = nn.Parameter(layer.weight.new_zeros(layer.out_features, rank))
+        self.lora_a = nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        self.lora_b = nn.Parameter(layer.weight.new_empty(layer.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         update = F.linear(F.linear(x, self.lora_a), self.lora_b)
@@ -47,21 +46,38 @@ class LoraLinear(nn.Linear):
 
 
 def with_lora(model: nn.Module, block: LoraBlock, seed: int) -> nn.Module:
-    """The model, frozen, with trainable matrices beside the Linear layers that the recipe names. Changed in place."""
+    """The model, frozen, with trainable matrices beside the Linear layers that the recipe names. Changed in place.
+
+    It may be on the meta device; then `start_adapters` is for later.
+    """
     layers = _targets(model, block.targets)
     scale = (block.rank if block.alpha is None else block.alpha) / block.rank
     model.requires_grad_(False)
-    for name, layer in layers.items():
-        generator = torch.Generator().manual_seed(stable_hash("lora", seed, name) & (2**63 - 1))
-        adapted = LoraLinear(layer, block.rank, scale, generator)
+    for layer in layers.values():
+        adapted = LoraLinear(layer, block.rank, scale)
         if layer is model:
-            return adapted
+            model = adapted
+            break
         for parent, key in _places(model, layer):
             setattr(parent, key, adapted)
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
         # Its shortcut for evaluation takes the weights out of its Linear layers, past what stands beside them.
         torch.backends.mha.set_fastpath_enabled(False)
+    start_adapters(model, seed)
     return model
+
+
+@torch.no_grad()
+def start_adapters(model: nn.Module, seed: int) -> None:
+    """The matrices as training begins, of each the part that this rank holds. On the meta device nothing happens yet.
+
+    They depend on the seed and the name of the layer alone, and are drawn on the host: alike for any device.
+    """
+    for name, layer in adapted_layers(model).items():
+        bound = math.sqrt(1 / layer.in_features)  # as torch starts a Linear layer
+        host = torch.device("cpu")
+        draw(layer.lora_a, f"{name}.lora_a", "uniform", bound, seed=stable_hash("lora", seed), drawn_on=host)
+        nn.init.zeros_(layer.lora_b)
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ class Objective:
 
     def __call__(self, model: nn.Module, batch: Batch, samples: int) -> Losses:
         """`samples` is the number of real samples; with none, the batch is padding and weighs nothing."""
-        output = self._output(model, batch)
+        output = self.answer(model, batch)
         loss_sum, count = self._lost(model, output, batch, samples)
         if not loss_sum.requires_grad and model.training and torch.is_grad_enabled():
             _check_gradient_can_flow(model, by_loss=self._loss is not None)
@@ -72,7 +72,8 @@ class Objective:
             metrics = {name: (total * 0, number * 0) for name, (total, number) in metrics.items()}
         return Losses(loss_sum, count, metrics)
 
-    def _output(self, model: nn.Module, batch: Batch) -> Any:
+    def answer(self, model: Function, batch: Batch) -> Any:
+        """What the model returns for a batch, called as its forward and the recipe's `loss` want it."""
         if isinstance(batch, Mapping):
             chosen = batch if self._accepted is None else {k: v for k, v in batch.items() if k in self._accepted}
             positional, named = (), {**self._added, **chosen}

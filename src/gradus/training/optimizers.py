@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from gradus.parallel.pipeline import StagesHere
 from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import InputError
 from gradus.schema.patterns import matching
@@ -30,16 +32,21 @@ def parameter_groups(model: nn.Module, block: OptimizerBlock) -> list[dict[str, 
     """The groups that the recipe names, then the rest: weights with weight decay; norms, biases and other vectors
     without, unless the recipe says otherwise."""
     rest = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not rest:
+    # A stage of a pipeline has some of them only, and maybe none that a pattern names, or that is trained.
+    trained = dict.fromkeys(model.pipeline_cut.trained if isinstance(model, StagesHere) else rest)
+    if not trained:
         raise InputError("model: it has no parameters that require gradients", field="model")
     groups: list[dict[str, Any]] = []
     for number, wanted in enumerate(block.groups):
-        matched = matching(rest, wanted.match, f"optimizer.groups.{number}.match")
+        matched = matching(trained, wanted.match, f"optimizer.groups.{number}.match")
         decay = block.weight_decay if wanted.weight_decay is None else wanted.weight_decay
         always = block.decay_norms_and_biases or wanted.weight_decay is not None
-        members = [rest.pop(name) for name in matched]
+        for name in matched:
+            del trained[name]
+        members = [rest.pop(name) for name in matched if name in rest]
         groups += [{**group, LR_FACTOR: wanted.lr_factor} for group in _by_decay(members, decay, always)]
-    return groups + _by_decay(list(rest.values()), block.weight_decay, block.decay_norms_and_biases)
+    groups += _by_decay(list(rest.values()), block.weight_decay, block.decay_norms_and_biases)
+    return groups or [{"params": []}]
 
 
 def _by_decay(parameters: list[nn.Parameter], weight_decay: float, always: bool) -> list[dict[str, Any]]:
@@ -50,7 +57,20 @@ def _by_decay(parameters: list[nn.Parameter], weight_decay: float, always: bool)
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-    return [group for group in groups if group["params"]]
+    return [
+        {**group, "params": alike}
+        for group in groups
+        for alike in _by_mesh(group["params"])  # type: ignore[arg-type]
+    ]
+
+
+def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that are divided over the same ranks together: torch's fused kernels take only such."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())
 
 
 def _built(groups: list[dict[str, Any]], block: OptimizerBlock, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -81,7 +101,9 @@ def _sgd(groups: list[dict[str, Any]], lr: float, options: dict[str, Any]) -> to
     it for real. From zero the first step is the same, except with dampening, which torch leaves out of the first step:
     that is for the unfused kernels, which the host lets skip.
     """
-    optimizer = torch.optim.SGD(groups, lr=lr, fused=not options.get("dampening"), **options)
+    # DTensor has no rule for the fused kernel.
+    divided = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+    optimizer = torch.optim.SGD(groups, lr=lr, fused=not options.get("dampening") and not divided, **options)
     if options.get("momentum") and not options.get("dampening"):
         for group in optimizer.param_groups:
             for parameter in group["params"]:

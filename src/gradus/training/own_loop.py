@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,17 +27,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradus.data.loader import Indexed, MicroBatch
 from gradus.faults.signals import Signals, handled
+from gradus.parallel.shard import is_divided
 from gradus.record.lock import release
 from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
-from gradus.training.building import finished_model
+from gradus.training.described import described_as
 from gradus.training.evaluation import Measure
 from gradus.training.joining import Place, join
 from gradus.training.leaving import end, tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
 from gradus.training.objective import Losses, sum_and_count
+from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
 from gradus.training.own_process import Shown, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
@@ -135,7 +138,8 @@ class Run:
         if self._prepared:
             raise InputError("run.prepare: it was called before; one model and one optimizer to a run", field="prepare")
         double = live.numbers.parameters == torch.float64
-        model = model.to(device=self.device, dtype=torch.float64 if double else None)
+        divided = is_divided(live.plan)  # then each rank gets its part of rank 0's values, and no device all of them
+        model = model.to(device=None if divided else self.device, dtype=torch.float64 if double else None)
         if optimizer is None and live.recipe.optimizer.use == OWN:
             raise InputError(
                 "run.prepare: there is no optimizer: none was given, and the recipe names none",
@@ -150,9 +154,10 @@ class Run:
         if scheduler is not None:
             check_scheduler(scheduler, optimizer, live.recipe)
             live.scheduler = scheduler
-        with live.recorder.told_of_failure():
-            model = finished_model(live.recipe, model, load_weights=live.checkpoint is None)
-            live.use_model(model, optimizer, fixed_buckets=live.recipe.deterministic)
+        with live.recorder.told_of_failure(), out_of_memory_explained(live):
+            begins = live.checkpoint is None
+            described = described_as(live.recipe, model, live.world, divided=divided, load_weights=begins)
+            live.use_model(described, optimizer, fixed_buckets=live.recipe.deterministic)
             live.restore()
         self._prepared = True
         return live.step.model, live.optimizer
@@ -165,7 +170,7 @@ class Run:
         if not self._prepared:
             raise InputError("run.batches: call run.prepare(model, optimizer) first", field="batches")
         live = self._live
-        with live.recorder.told_of_failure():
+        with live.recorder.told_of_failure(), out_of_memory_explained(live):
             live.use_data(Indexed(dataset, "run.batches"))
             live.check_ranks_agree()
             live.begin()
@@ -328,7 +333,8 @@ class Run:
         self._signals = Signals(self._place.run, say, raises=True)
         self._handling.enter_context(handled(self._signals))
         atexit.register(self._leave)
-        on_failure(self._place.run, self._place.attempt, self.rank, self._fail, lambda: self._told)
+        explained = partial(explain_out_of_memory, live=self._live)
+        on_failure(self._place.run, self._place.attempt, self.rank, self._fail, lambda: self._told, explained)
 
     def _leave(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from gradus.schema.errors import InputError
@@ -41,6 +42,27 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, recipe: 
             hint="leave the optimizer to the recipe: run.prepare(model)",
             field="lora",
         )
+
+
+def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], model: nn.Module) -> None:
+    """Let the optimizer update the parameters that the model has now, in place of those that it was made from.
+
+    Sharding puts other tensors in their places; an optimizer that still held the old ones would train nothing.
+    """
+    now = dict(model.named_parameters())
+    if all(now.get(name) is parameter for parameter, name in names.items()):
+        return
+    if optimizer.state:
+        raise InputError(
+            "run.prepare: the optimizer has taken steps already, and the plan divides the parameters over ranks",
+            hint="prepare the model and the optimizer before the first step",
+            field="optimizer",
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [now[names[parameter]] for parameter in group["params"]]
+        if len({isinstance(p, DTensor) and p.device_mesh for p in group["params"]}) > 1:
+            # torch's combined kernels take only parameters that are divided alike.
+            group.update({key: False for key in ("foreach", "fused") if key in group})
 
 
 def check_scheduler(scheduler: LRScheduler, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> None:

@@ -20,6 +20,7 @@ from gradus.record.polling import Polling
 from gradus.record.variables import ATTEMPT, RUN
 from gradus.schema.errors import EXIT_FAILED, GradusError
 from gradus.training.leaving import end, tell_failure
+from gradus.training.out_of_memory import OutOfMemory
 
 POLL_SECONDS = 0.2
 
@@ -49,9 +50,14 @@ class Shown:
 
 
 def on_failure(
-    run: RunDirectory, attempt: int, rank: int, close: Callable[[str], None], is_over: Callable[[], bool]
+    run: RunDirectory,
+    attempt: int,
+    rank: int,
+    close: Callable[[str], None],
+    is_over: Callable[[], bool],
+    explained: Callable[[BaseException], BaseException],
 ) -> None:
-    """An exception that nobody catches is told to whoever launched this, and ends the process at once.
+    """An exception that nobody catches is told to whoever launched this, as `explained`, and ends the process at once.
 
     At once, because peers may be in a collective with this rank: closing the group would wait for them.
     """
@@ -61,6 +67,7 @@ def on_failure(
         if is_over():  # the run has told how it ended: what fails now is none of it
             before(kind, error, trace)
             return
+        error = explained(error)
         close(str(error) or kind.__name__)
         if isinstance(error, GradusError):
             _print_error(error)
@@ -96,5 +103,5 @@ def _print_error(error: GradusError) -> None:
     print(f"error: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)
-    if error.__cause__ is not None:
+    if error.__cause__ is not None and not isinstance(error, OutOfMemory):  # of which it tells all that there is
         traceback.print_exception(error.__cause__)

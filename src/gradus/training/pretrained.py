@@ -42,7 +42,7 @@ class Assignment:
 def load_pretrained(model: nn.Module, path: Path, skip: Sequence[str] = ()) -> None:
     """Fill a model from a safetensors file, a folder, a checkpoint or a run. `skip`: patterns of names to leave out."""
     for part in assignments(model, open_weights(path), skip):
-        read_rows(part.stored, part.target, part.link.first_row, transposed=part.link.transposed)
+        read_rows(part.stored, part.target, part.link.runs, transposed=part.link.transposed)
 
 
 def assignments(model: nn.Module, weights: Weights, skip: Sequence[str] = ()) -> list[Assignment]:

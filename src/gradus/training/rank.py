@@ -18,21 +18,21 @@ from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 from gradus.training import dry_run
 from gradus.training.boundary import Ending
-from gradus.training.device import rank_device
+from gradus.training.device import limit_memory, rank_device
 from gradus.training.leaving import leave, tell_ending, tell_failure
 from gradus.training.live_run import LiveRun
 from gradus.training.loop import train
+from gradus.training.out_of_memory import out_of_memory_explained
 
 
 def run_rank(run: RunDirectory, attempt: int, world: World) -> Ending:
     """Train this rank's part of an attempt, as its files describe it."""
-    folder = run.attempt_path(attempt)
-    recipe, plan = Recipe.load(folder / "recipe.yaml"), Plan.load(folder / "plan.yaml")
+    recipe, plan = Recipe.load(run.attempt_path(attempt) / "recipe.yaml"), _plan_of(run, attempt)
     dry = dry_run.is_dry_run()
     if dry:
         recipe = dry_run.shortened(recipe)
     live = LiveRun.from_recipe(recipe, plan, run, attempt, world)
-    with live.recorder.told_of_failure():
+    with live.recorder.told_of_failure(), out_of_memory_explained(live):
         ending = train(live)
     tell_ending(live, ending, dry_run.summary(live) if dry else None)
     return ending
@@ -40,7 +40,9 @@ def run_rank(run: RunDirectory, attempt: int, world: World) -> Ending:
 
 def debug_rank(run: RunDirectory, attempt: int) -> Ending:
     """One rank in this very process, so that a debugger works and exceptions arrive whole."""
-    return run_rank(run, attempt, alone(rank_device(0)))
+    device = rank_device(0)
+    limit_memory(device, _plan_of(run, attempt).memory_limit_gib)
+    return run_rank(run, attempt, alone(device))
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -54,8 +56,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     faulthandler.enable()
     end_with_parent(signal.SIGKILL)  # torchrun gives each rank a session of its own: killing it would leave them behind
     try:
-        device = rank_device(local_rank)
-        with connected(rank, local_rank, int(os.environ["WORLD_SIZE"]), device, store_from_environment()) as world:
+        plan = _plan_of(run, attempt)  # before ranks connect: it says who shares a GPU, and so how they may talk
+        device = rank_device(local_rank, plan.ranks_per_gpu)
+        limit_memory(device, plan.memory_limit_gib)
+        size, store, shared = int(os.environ["WORLD_SIZE"]), store_from_environment(), plan.ranks_per_gpu > 1
+        with connected(rank, local_rank, size, device, store, shares_gpu=shared) as world:
             try:
                 run_rank(run, attempt, world)
             except Exception as error:
@@ -65,6 +70,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         _fail(run, attempt, error, rank)
     leave(EXIT_FINISHED)
+
+
+def _plan_of(run: RunDirectory, attempt: int) -> Plan:
+    return Plan.load(run.attempt_path(attempt) / "plan.yaml")
 
 
 def _fail(run: RunDirectory, attempt: int, error: Exception, rank: int) -> NoReturn:

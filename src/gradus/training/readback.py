@@ -4,23 +4,52 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+EXPERT_NUMBERS = ("expert_load_max_over_mean", "tokens_dropped")
 
 
 @dataclass(frozen=True)
 class StepNumbers:
     """What a step computed, as plain numbers."""
 
-    loss: float  # mean over the global batch
+    loss_sum: float  # over the global batch
+    count: float  # of valid tokens or samples in it
     grad_norm: float | None
     overflow: bool  # fp16 only: the step was skipped
     scale_before: float | None
     scale_after: float | None
     done_at: float  # time.monotonic() when the device had finished the step
+    experts: Mapping[str, float] = field(default_factory=dict)  # of a mixture of experts: how busy they were
+
+    @property
+    def loss(self) -> float:
+        """The mean over the global batch."""
+        return self.loss_sum / self.count if self.count else float("nan")
+
+
+@dataclass(frozen=True)
+class Summing:
+    """Loss sum and count, in one tensor, that are being summed over ranks while they go on."""
+
+    sums: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> tuple[float, float]:
+        # On a stream of its own: on the usual one it would wait for the step that was launched since.
+        device = self.sums.device
+        aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(aside) if aside is not None else nullcontext():
+            if self.work is not None:
+                self.work.wait()
+            loss_sum, count = self.sums.tolist()
+        return loss_sum, count
 
 
 @dataclass
@@ -31,6 +60,7 @@ class PendingNumbers:
     _host: Tensor
     _copied: torch.cuda.Event | None
     _launched_at: float
+    _summing: Summing | None = None
 
     def wait(self) -> StepNumbers:
         """Blocks only if the device has not come that far; called a step late, it has."""
@@ -39,13 +69,17 @@ class PendingNumbers:
             self._copied.synchronize()
             done_at = time.monotonic()
         values = dict(zip(self._names, self._host.tolist(), strict=True))
+        if self._summing is not None:
+            values["loss_sum"], values["count"] = self._summing.wait()
         return StepNumbers(
-            loss=values["loss_sum"] / values["count"] if values["count"] else float("nan"),
+            loss_sum=values["loss_sum"],
+            count=values["count"],
             grad_norm=values.get("grad_norm"),
             overflow=values.get("overflow", 0.0) > 0,
             scale_before=values.get("scale_before"),
             scale_after=values.get("scale_after"),
             done_at=done_at,
+            experts={name: values[name] for name in EXPERT_NUMBERS if name in values},
         )
 
 
@@ -58,16 +92,19 @@ class Readback:
         self._on_gpu = device.type == "cuda"
         self._slots: dict[tuple[int, torch.dtype], Iterator[tuple[Tensor, torch.cuda.Event]]] = {}
 
-    def start(self, **numbers: Tensor | None) -> PendingNumbers:
-        """Send the numbers of this step on their way, those that there are, without waiting for them."""
+    def start(self, summing: Summing | None = None, **numbers: Tensor | None) -> PendingNumbers:
+        """Send the numbers of this step on their way, those that there are, without waiting for them.
+
+        With `summing`, loss sum and count are those over all ranks, and on their way there as well.
+        """
         known = {name: value for name, value in numbers.items() if value is not None}
         values = torch.stack(list(known.values()))
         if not self._on_gpu:
-            return PendingNumbers(list(known), values, None, time.monotonic())
+            return PendingNumbers(list(known), values, None, time.monotonic(), summing)
         host, copied = next(self._slots_for(values))
         host.copy_(values, non_blocking=True)
         copied.record()
-        return PendingNumbers(list(known), host, copied, time.monotonic())
+        return PendingNumbers(list(known), host, copied, time.monotonic(), summing)
 
     def _slots_for(self, values: Tensor) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
         key = (values.numel(), values.dtype)

@@ -17,6 +17,7 @@ from gradus.record.append_log import AppendLog
 from gradus.record.directory import RunDirectory
 from gradus.record.events import EventWriter, rank_writer
 from gradus.record.status import Heartbeat, Status
+from gradus.training.epochs import Epoch
 from gradus.training.readback import StepNumbers
 
 
@@ -39,7 +40,7 @@ class Rates:
             "peak_source": self.peak_source,
         }
 
-    def per_second(self, seconds: float, samples: int) -> dict[str, float | None]:
+    def per_second(self, seconds: float, samples: float) -> dict[str, float | None]:
         rate = samples / seconds if seconds > 0 else None
         tokens = rate * self.tokens_per_sample if rate is not None and self.tokens_per_sample else None
         known = rate is not None and self.flops_per_sample is not None and self.peak_flops is not None
@@ -81,15 +82,19 @@ class Recorder:
 
     def step(
         self, step: int, consumed: int, samples: int, lr: float, data_seconds: float, numbers: StepNumbers
-    ) -> None:
-        """The numbers of a step have arrived (one step late); `consumed` samples in all, `samples` of them in it."""
+    ) -> float:
+        """The numbers of a step have arrived (one step late); `consumed` samples in all, `samples` of them in it.
+
+        Returns the seconds that the step took.
+        """
+        seconds = numbers.done_at - self._last_done
         self._steps += 1
         self._samples += samples
-        self._seconds += numbers.done_at - self._last_done
+        self._seconds += seconds
         self._data_seconds += data_seconds
         self._last_done = numbers.done_at
         if not self._files or not self.logs(step):
-            return
+            return seconds
         tokens = self.rates.tokens_per_sample
         record = {
             "step": step,
@@ -106,9 +111,23 @@ class Recorder:
         }
         if numbers.scale_after is not None:
             record["loss_scale"] = numbers.scale_after
+        record.update(numbers.experts)
         self._files[0].write(record)
         self._files[2].update(step=step)
         self._steps, self._samples, self._seconds, self._data_seconds = 0, 0, 0.0, 0.0
+        return seconds
+
+    def epoch(self, step: int, epoch: Epoch) -> None:
+        """A pass over the dataset ended with this step."""
+        if self._files:
+            rates = self.rates.per_second(epoch.seconds, epoch.samples)
+            numbers = {
+                "epoch": epoch.number,
+                "epoch_loss": epoch.loss,
+                "epoch_samples_per_second": rates["samples_per_second"],
+                "epoch_tokens_per_second": rates["tokens_per_second"],
+            }
+            self._files[0].write({"step": step, "attempt": self._attempt, **numbers})
 
     def evaluation(self, step: int, results: dict[str, float], seconds: float) -> None:
         if self._files:

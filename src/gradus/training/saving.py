@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gradus.checkpoint.state import collect, restore_model, restore_optimizer
+from gradus.checkpoint.gathering import gathered
+from gradus.checkpoint.state import collect, put, restore_model, restore_optimizer
 from gradus.checkpoint.store import Checkpoint
-from gradus.parallel.replicate import share_buffers
+from gradus.checkpoint.writing import Writable
+from gradus.parallel.shard import let_go
 from gradus.schema.errors import GradusError, InputError
 from gradus.training.training_state import TrainingState
 
@@ -18,32 +21,38 @@ if TYPE_CHECKING:
 
 
 def save(live: LiveRun, required: bool) -> bool:
-    """A checkpoint of the present step, and whether it is there. Rank 0 writes; with replicas it holds everything.
+    """A checkpoint of the present step, and whether it is there. Rank 0 writes what all ranks hold together.
 
     One that cannot be written in the middle of a run is reported, and training goes on; at its end there is no later
     one that would do.
     """
-    share_buffers(live.model, live.world)
+    live.meet()
+    let_go(live.model)
     step, problem = live.state.step, None
+    tensors, optimizer_numbers = _collected(live)
+    gathering = gathered(tensors, live.world)
     try:
         if live.world.leads:
-            _write(live)
+            _write(live, gathering.tensors, optimizer_numbers)
+        else:
+            gathering.give()
     except OSError as error:
         problem = error
         live.recorder.problem("checkpoint-failed", _cannot_be_written(step, error))
-        if required:
-            newest = max(live.store.steps(), default=None)
-            kept = "there is none" if newest is None else f"the newest one is of step {newest}"
-            raise GradusError(
-                f"{_cannot_be_written(step, error)}; {kept}",
-                hint=f"make room in {live.run.path}, then go on with --resume",
-            ) from error
+    saved = _told_by_rank_0(problem is None, live)
     live.recorder.restart_clock()
-    return _told_by_rank_0(problem is None, live)
+    if not saved and required:
+        newest = max(live.store.steps(), default=None)
+        kept = "there is none" if newest is None else f"the newest one is of step {newest}"
+        raise GradusError(
+            f"{_cannot_be_written(step, problem)}; {kept}",
+            hint=f"make room in {live.run.path}, then go on with --resume",
+        ) from problem
+    return saved
 
 
-def _cannot_be_written(step: int, error: OSError) -> str:
-    return f"the checkpoint of step {step} cannot be written: {error}"
+def _cannot_be_written(step: int, error: OSError | None) -> str:
+    return f"the checkpoint of step {step} cannot be written: {error or 'rank 0 says why'}"
 
 
 def _told_by_rank_0(saved: bool, live: LiveRun) -> bool:
@@ -55,12 +64,21 @@ def _told_by_rank_0(saved: bool, live: LiveRun) -> bool:
     return bool(told.item())
 
 
-def _write(live: LiveRun) -> None:
-    step, recipe = live.state.step, live.recipe
-    tensors, optimizer_numbers = collect(live.model, live.optimizer)
+def _collected(live: LiveRun) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors that this rank holds, whole or in part, and what of the optimizer is no tensor."""
+    tensors, numbers = collect(live.model, live.optimizer)
     if live.step.loss_scale is not None:
         tensors |= {f"loss_scale.{name}": value for name, value in live.step.loss_scale.state().items()}
     tensors |= live.hooks.tensors()
+    if live.world.mesh.pipeline > 1:  # each stage has the numbers of its own parameters
+        stages: list[dict[str, Any]] = [{} for _ in range(live.world.mesh.pipeline)]
+        dist.all_gather_object(stages, numbers["parameters"], group=live.world.submesh("pipeline").get_group())
+        numbers["parameters"] = {name: value for stage in stages for name, value in stage.items()}
+    return tensors, numbers
+
+
+def _write(live: LiveRun, tensors: dict[str, Writable], optimizer_numbers: dict[str, Any]) -> None:
+    step, recipe = live.state.step, live.recipe
     state = {
         "training": live.state.document(),
         "optimizer": {"use": recipe.optimizer.use, **optimizer_numbers},
@@ -106,9 +124,9 @@ def newest_checkpoint(live: LiveRun) -> Checkpoint | None:
 
 
 def resume(live: LiveRun, checkpoint: Checkpoint) -> None:
-    """Go on from a checkpoint: weights, optimizer, loss scale, hooks, and the step."""
-    tensors, optimizer = checkpoint.tensors(), checkpoint.state["optimizer"]
-    restore_model(live.model, tensors)
+    """Go on from a checkpoint: weights, optimizer, loss scale, hooks, and the step. Each rank reads its own part."""
+    tensors, optimizer = checkpoint.stored(), checkpoint.state["optimizer"]
+    restore_model(live.model, tensors, live.world)
     use = live.recipe.optimizer.use
     if optimizer["use"] == use:
         groups = not live.recipe.optimizer.built_in  # only those of others keep something there
@@ -117,7 +135,7 @@ def resume(live: LiveRun, checkpoint: Checkpoint) -> None:
         live.recorder.event("resume", message=f"optimizer {use} starts anew; the run had {optimizer['use']} before")
     if live.step.loss_scale is not None and "loss_scale.scale" in tensors:  # else the run had another precision
         for name, value in live.step.loss_scale.state().items():
-            value.copy_(tensors[f"loss_scale.{name}"])
+            put(value, tensors[f"loss_scale.{name}"])
     scheduler = checkpoint.state.get("scheduler")
     if live.scheduler is not None and scheduler is not None:
         live.scheduler.load_state_dict(scheduler)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.user_code import users_line
+from gradus.training.out_of_memory import is_out_of_memory
 
 _ABOUT_TENSORS = re.compile(
     r"\b(shapes?|sizes?|dimensions?|dims?|dtypes?|scalar types?|same device|on device|device-side assert"
@@ -29,7 +30,6 @@ _ABOUT_TENSORS = re.compile(
 _ABOUT_RANKS = re.compile(
     r"Expected to have finished reduction|gloo|NCCL|Connection (closed|reset)|Broken pipe|process group"
 )
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _LONGEST_LIST = 12  # tensors shown of a batch or of a module's parameters
 
 
@@ -47,18 +47,16 @@ class _Call:
 
 
 def explain_forward_error(
-    error: Exception, model: nn.Module, batch: Any, *, field: str = "model", output: Any = None
+    error: Exception, model: Callable[..., Any], batch: Any, *, field: str = "model", output: Any = None
 ) -> Exception:
-    """The error with the shapes and types of everything involved, if it is about shapes, types, indices or memory.
+    """The error with the shapes and types of everything involved, if it is about shapes, types or indices.
 
-    Any other exception comes back as it is. `field` is the recipe's key for what was running, `output` the model's
-    answer where a loss or a metric was given it.
+    Any other exception comes back as it is; what used up memory is told where the run is known. `field` is the recipe's
+    key for what was running, `output` the model's answer where a loss or a metric was given it.
     """
-    if isinstance(error, (GradusError, dist.DistError)):
+    if isinstance(error, (GradusError, dist.DistError)) or is_out_of_memory(error):
         return error
     text = str(error)
-    if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)):
-        return out_of_memory(error, f"the forward pass, with the batch {described(batch)}")
     about_tensors = isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)) and _ABOUT_TENSORS.search(text)
     if not about_tensors or _ABOUT_RANKS.search(text):
         return error
@@ -106,7 +104,7 @@ def _flattened(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _message(
-    error: Exception, call: _Call | None, model: nn.Module, batch: Any, field: str, output: Any
+    error: Exception, call: _Call | None, model: Callable[..., Any], batch: Any, field: str, output: Any
 ) -> Iterator[str]:
     first_line = str(error).strip().partition("\n")[0]
     who = {"model": "the model", "loss": "the loss"}.get(field, field)
@@ -149,9 +147,10 @@ def _without_compiler(call: _Call) -> Exception | None:
     return None
 
 
-def _name_of(module: nn.Module, model: nn.Module) -> str:
-    inner = getattr(model, "module", model) if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    name = next((name for name, known in inner.named_modules() if known is module and name), None)
+def _name_of(module: nn.Module, model: Callable[..., Any]) -> str:
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    known = inner.named_modules() if isinstance(inner, nn.Module) else ()  # a function around it has no names
+    name = next((name for name, one in known if one is module and name), None)
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
@@ -194,12 +193,3 @@ def _outside_table(table: nn.Embedding, call: _Call | None) -> str:
         found = f"the largest index is {high}" if high >= rows else f"the smallest index is {low}"
         return f"{found}, but {allowed}: enlarge the vocabulary (or context) of the model, or fix the data"
     return f"{allowed}: enlarge the vocabulary (or context) of the model, or fix the data"
-
-
-def out_of_memory(error: Exception, where: str) -> GradusError:
-    return GradusError(
-        f"out of memory in {where}: {str(error).partition('. ')[0]}",
-        hint="use a smaller plan.micro_batch: what a rank works on at once; the batch of the recipe stays as it is",
-        field="plan.micro_batch",
-        traceback="".join(traceback.format_exception(error)),
-    )

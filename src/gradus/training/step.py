@@ -7,20 +7,24 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.fsdp import FSDPModule
 
 from gradus.data.loader import MicroBatch
 from gradus.parallel.batch_norm import muted_batch_norm
+from gradus.parallel.expert import ExpertLoads
+from gradus.parallel.local_sgd import LocalSGD
 from gradus.parallel.replicate import check_every_parameter_is_used, explain_ddp_error, reducing_gradients
+from gradus.parallel.shard import reduce_gradients
+from gradus.parallel.tensor import part_of_sequence
 from gradus.parallel.world import World
 from gradus.training.accumulation import WideGradients
+from gradus.training.gradients import clip, local, scale, settle_gradients, total_norm
 from gradus.training.loss_scaling import LossScale, step_unless
 from gradus.training.objective import Objective
 from gradus.training.optimizers import LR_FACTOR
 from gradus.training.precision import Numbers
 from gradus.training.randomness import seed_for_micro_batch
-from gradus.training.readback import PendingNumbers, Readback
-from gradus.training.shape_errors import out_of_memory
+from gradus.training.readback import PendingNumbers, Readback, Summing
 
 
 class TrainingStep:
@@ -37,7 +41,9 @@ class TrainingStep:
         accumulate: int,
         clip: float | None,
         seed: int,
+        zero: int = 0,
         accumulate_in_fp32: bool = True,
+        local_sgd: LocalSGD | None = None,  # then `world` is this rank alone
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -48,11 +54,18 @@ class TrainingStep:
         self.accumulate = accumulate
         self._clip = clip
         self._seed = seed
+        self._part = part_of_sequence(model, world)
+        self._zero = zero
+        self._local_sgd = local_sgd
         self._readback = Readback(world.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._wide = WideGradients(self._parameters) if accumulate > 1 and accumulate_in_fp32 else None
+        self._sharded = isinstance(model, FSDPModule)  # which adds gradients up in the format that it reduces them in
+        wide = accumulate > 1 and accumulate_in_fp32 and not self._sharded
+        self._wide = WideGradients(self._parameters) if wide else None
         if self._wide is not None and not self._wide.needed:
             self._wide = None
+        self._experts = ExpertLoads(model, world)
+        self._uncounted: frozenset[Tensor] = frozenset()  # parameters that another pipeline stage has as well
         self._losses: list[Tensor] = []  # of the micro-batches of the present step
         self._counts: list[Tensor] = []
 
@@ -72,13 +85,17 @@ class TrainingStep:
     @contextmanager
     def forward(self, micro: MicroBatch, step: int) -> Iterator[None]:
         """Inside, the model and its loss are computed for a micro-batch; then `backward` takes the loss."""
-        seed_for_micro_batch(self._seed, step, micro.position, self._world.device)
+        seed_for_micro_batch(self._seed, step, micro.position, self._world.device, *self._part)
         padding = micro.samples == 0
         last = len(self._counts) == self.accumulate - 1
         self._reducing = ExitStack()  # until backward is done
-        self._reducing.enter_context(reducing_gradients(self.model, reduce=last and self._wide is None))
+        if self._sharded:
+            reduce_gradients(self.model, self._zero, last=last)
+        else:
+            self._reducing.enter_context(reducing_gradients(self.model, reduce=last and self._wide is None))
         try:
-            with muted_batch_norm(self.model, padding), self._numbers.computing(self._world.device):
+            computing = self._numbers.computing(self._world.device)
+            with muted_batch_norm(self.model, padding), self._experts.counting(micro.samples), computing:
                 yield
         except RuntimeError as error:
             explained = explain_ddp_error(error, self.model)
@@ -104,11 +121,8 @@ class TrainingStep:
         scaled = loss_sum / self._expected.to(loss_sum.dtype)
         if self.loss_scale is not None:
             scaled = scaled * self.loss_scale.scale
-        try:
-            with self._reducing:
-                scaled.backward()  # type: ignore[no-untyped-call]
-        except torch.OutOfMemoryError as error:
-            raise out_of_memory(error, "the backward pass") from error
+        with self._reducing:
+            scaled.backward()  # type: ignore[no-untyped-call]
         if self._wide is not None:
             self._wide.take()
 
@@ -130,18 +144,20 @@ class TrainingStep:
         loss_sum, count, correction = self._finished_sums()
         if self._wide is not None:
             self._wide.give(self._world)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if len(gradients) < len(self._parameters) and self._world.size > 1:
+        settle_gradients(self._parameters)
+        trained = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        if len(trained) < len(self._parameters) and self._world.size > 1:
             check_every_parameter_is_used(self.model)
+        gradients = [local(gradient) for _, gradient in trained]
         if correction is not None:
-            torch._foreach_mul_(gradients, correction)
+            scale(gradients, correction)
         grad_norm, overflow, scale_before, scale_after = None, None, None, None
         if self.loss_scale is not None:
             self.loss_scale.unscale_(gradients)
         if self._clip is not None or self.loss_scale is not None or measure_norm:
-            grad_norm = get_total_norm(gradients)
+            grad_norm = total_norm(trained, self._world, uncounted=self._uncounted)
         if self._clip is not None and grad_norm is not None:
-            clip_grads_with_norm_(self._parameters, self._clip, grad_norm)
+            clip(gradients, self._clip, grad_norm)
         if lr is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get(LR_FACTOR, 1.0)
@@ -154,13 +170,21 @@ class TrainingStep:
         else:
             self.optimizer.step()
         self._clear_gradients()
+        experts = self._experts.settle()
+        summing = None
+        if self._local_sgd is not None:
+            sums = torch.stack([loss_sum, count]).double()
+            summing = Summing(sums, self._local_sgd.sum_over_ranks(sums))
+            self._local_sgd.stepped()
         return self._readback.start(
+            summing,
             loss_sum=loss_sum,
             count=count,
             grad_norm=grad_norm,
             overflow=overflow,
             scale_before=scale_before,
             scale_after=scale_after,
+            **experts,
         )
 
     def _clear_gradients(self) -> None:
@@ -174,7 +198,7 @@ class TrainingStep:
         if self.accumulate == 1:
             return (*self._totals, None)
         totals = self._over_ranks(torch.stack(losses).sum(), torch.stack(counts).sum())
-        correction = self._expected * self._world.size / _above_zero(totals[1], 1.0)
+        correction = self._expected * self._world.averaging_ranks / above_zero(totals[1], 1.0)
         return (*totals, correction.to(self._loss_dtype))
 
     def warm_up(self, micro_batches: Iterator[MicroBatch]) -> None:
@@ -197,15 +221,16 @@ class TrainingStep:
         """Both summed over all ranks, in one collective and in float64."""
         if self._world.size == 1:
             return loss_sum, count
-        sums = self._world.sum_(torch.stack([loss_sum, count]).double())
+        mine = torch.stack([loss_sum, count]).double()
+        sums = self._world.sum_(mine if self._world.counts_losses else torch.zeros_like(mine))
         return sums[0], sums[1]
 
     def _expected_share(self, count_of_first: Tensor) -> Tensor:
-        """What a rank divides its losses by: the expected count of the step over the ranks, because DDP averages."""
-        share = self.accumulate / self._world.size
-        return _above_zero(count_of_first if share == 1 else count_of_first * share, share)
+        """What a rank divides its losses by: the expected count of the step over the ranks that are averaged over."""
+        share = self.accumulate / self._world.averaging_ranks
+        return above_zero(count_of_first if share == 1 else count_of_first * share, share)
 
 
-def _above_zero(count: Tensor, otherwise: float) -> Tensor:
+def above_zero(count: Tensor, otherwise: float) -> Tensor:
     """A count to divide by. Weights may add up to less than 1; where there is nothing at all, the sum is 0 as well."""
     return torch.where(count > 0, count, torch.full_like(count, otherwise))

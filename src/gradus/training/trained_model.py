@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradus.checkpoint.base import base_of
 from gradus.checkpoint.state import restore_model
 from gradus.checkpoint.store import CheckpointStore
+from gradus.checkpoint.tensor_file import StoredTensor
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import best_evaluation, evaluations, read_metrics
 from gradus.record.summary import evaluate_block
@@ -35,7 +36,7 @@ def load_trained(
     store = CheckpointStore(run.checkpoints)
     checkpoint = store.open(chosen_step(run, store.steps(), step))
     model = _built(run, device) if model is None else _given(run, model.to(device))
-    tensors = checkpoint.tensors()
+    tensors = checkpoint.stored()
     restore_model(model, _averaged(tensors) if weights == "ema" else tensors)
     return model.eval()
 
@@ -144,7 +145,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return batch.to(device) if isinstance(batch, Tensor) else batch
 
 
-def _averaged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _averaged(tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The moving average in place of the weights that it follows; buffers and frozen weights are the model's."""
     averages = {f"model.{name.removeprefix(_EMA)}": t for name, t in tensors.items() if name.startswith(_EMA)}
     if not averages:

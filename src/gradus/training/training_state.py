@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gradus.training.epochs import EpochSums
 from gradus.training.evaluation import Progress
 
 
@@ -15,6 +16,7 @@ class TrainingState:
     step: int = 0
     skipped_steps: list[int] = field(default_factory=list)  # fp16 overflows; the schedule does not count them
     evaluation: Progress = field(default_factory=Progress)
+    epoch: EpochSums = field(default_factory=EpochSums)
 
     def schedule_position(self) -> int:
         """Optimizer steps done, as far as is known when the next step starts: an overflow shows one step late."""
@@ -25,4 +27,5 @@ class TrainingState:
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> TrainingState:
-        return cls(**{**document, "evaluation": Progress(**document["evaluation"])})
+        evaluation, epoch = Progress(**document["evaluation"]), EpochSums(**document.get("epoch", {}))
+        return cls(**{**document, "evaluation": evaluation, "epoch": epoch})

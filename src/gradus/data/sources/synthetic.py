@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from gradus.data.order import Indices, noise, stable_hash
+from gradus.data.order import Indices, noise
 from gradus.data.source import Batch, Source
 from gradus.data.sources.image import ImageFormat, ImageSource, Pixels
 from gradus.data.sources.options import Count, Options
 from gradus.data.sources.text import Masking, Objective, TextSource, Tokens
 from gradus.data.split import Part, Split, scattered
+from gradus.schema.stable_hash import stable_hash
 
 LONGEST_STRIDE = 4
 PATTERN_SIZE = 8

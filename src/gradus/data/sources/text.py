@@ -10,9 +10,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from gradus.data.order import Indices, noise, stable_hash
+from gradus.data.order import Indices, noise
 from gradus.data.source import Batch, Source
 from gradus.data.split import Part
+from gradus.schema.stable_hash import stable_hash
 
 Objective = Literal["next", "masked"]
 Tokens = NDArray[Any]

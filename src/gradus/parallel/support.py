@@ -1,0 +1,253 @@
+"""Support: what cannot be combined, in one table. No torch: it is refused before any process starts.
+
+Each rule looks at one combination and returns the refusal, or None. What is possible as numbers go is the plan's own
+check; here is what a way of splitting, a model or a device cannot do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradus.parallel import split_rules
+from gradus.parallel.case import Case, refused
+from gradus.schema.errors import InputError
+
+Rule = Callable[[Case], InputError | None]
+
+FP8_CAPABILITY = {"tensor": (8, 9), "row": (8, 9), "block": (9, 0), "mx": (10, 0)}
+
+
+def check_supported(case: Case) -> None:
+    """Raise the first refusal of the table."""
+    for rule in RULES.values():
+        refusal = rule(case)
+        if refusal is not None:
+            raise refusal
+
+
+# --- own loops
+
+
+def _own_loop_pipeline(case: Case) -> InputError | None:
+    pipeline = case.plan.mesh.pipeline
+    if not case.own_loop or pipeline == 1:
+        return None
+    return refused(
+        "plan.mesh.pipeline",
+        pipeline,
+        "an own loop cannot express a pipeline schedule",
+        allowed=1,
+        hint="train the model from a recipe (gradus train RECIPE), or use pipeline 1",
+    )
+
+
+# --- batch normalisation
+
+
+def _batch_norm_accumulate(case: Case) -> InputError | None:
+    plan = case.plan
+    if not case.model.batch_norm or plan.accumulate == 1:
+        return None
+    return refused(
+        "plan.accumulate",
+        plan.accumulate,
+        f"{case.model.name} has batch normalisation, whose statistics are those of the whole batch",
+        allowed=1,
+        hint=f"use plan.micro_batch={plan.micro_batch * plan.accumulate}, more ranks, or a smaller batch",
+    )
+
+
+# --- expert
+
+
+def _expert_model(case: Case) -> InputError | None:
+    ways, experts = case.plan.mesh.expert, case.model.experts
+    if ways == 1 or case.model.kind in ("user", "unknown"):
+        return None
+    if not experts:
+        return refused(
+            "plan.mesh.expert",
+            ways,
+            f"{case.model.name} has no experts to spread",
+            allowed=1,
+            hint="use plan.mesh.expert=1; gpt is a mixture with model.experts",
+        )
+    if experts % ways:
+        return refused(
+            "plan.mesh.expert",
+            ways,
+            f"{case.model.name} has {experts} experts, which {ways} ranks cannot share evenly",
+            allowed=f"a divisor of {experts}",
+            hint=f"use plan.mesh.expert={max(n for n in range(1, ways) if experts % n == 0)}",
+        )
+    return None
+
+
+def _expert_zero(case: Case) -> InputError | None:
+    plan = case.plan
+    if plan.mesh.expert == 1 or plan.zero >= 1:
+        return None
+    return refused(
+        "plan.mesh.expert",
+        plan.mesh.expert,
+        "zero is 0: experts are spread over ranks that share parameters",
+        allowed="1, or more with plan.zero 1, 2 or 3",
+        hint=f"use plan.mesh.shard={plan.mesh.expert} and plan.zero=1",
+    )
+
+
+def _expert_selective(case: Case) -> InputError | None:
+    if case.plan.mesh.expert == 1 or case.plan.recompute != "selective":
+        return None
+    return refused(
+        "plan.recompute",
+        "selective",
+        "experts that are spread over ranks gather their parameters inside a block, and selective recomputation needs "
+        "a block that does exactly the same twice",
+        allowed="none, full",
+        hint="use plan.recompute=full, or plan.mesh.expert=1",
+    )
+
+
+# --- memory
+
+
+def _offload_zero(case: Case) -> InputError | None:
+    if case.plan.offload == "none" or case.plan.zero >= 1:
+        return None
+    return refused(
+        "plan.offload",
+        case.plan.offload,
+        "zero is 0: it is the shards of parameters and optimizer state that wait in host memory",
+        allowed="none, or cpu with plan.zero 1, 2 or 3",
+        hint="use plan.mesh.shard=2 or more and plan.zero=3, or plan.offload=none",
+    )
+
+
+def _channels_last_sharded(case: Case) -> InputError | None:
+    if not (case.plan.channels_last and case.plan.sharded):
+        return None
+    return refused(
+        "plan.channels_last",
+        "true",
+        "FSDP2 divides only weights that lie in memory row by row",
+        allowed="false",
+        hint="use plan.channels_last=false, or plan.mesh.replicate in place of shard",
+    )
+
+
+# --- gradients
+
+
+def _local_steps(case: Case) -> InputError | None:
+    plan, mesh = case.plan, case.plan.mesh
+    if plan.synchronise_every == 1 or (mesh.world_size == mesh.replicate and plan.zero == 0):
+        return None
+    return refused(
+        "plan.synchronise_every",
+        plan.synchronise_every,
+        f"only whole replicas can step alone, and the mesh is {mesh}",
+        allowed=1,
+        hint=f"use plan.synchronise_every=1, or plan.mesh={{replicate: {mesh.world_size}}} and plan.zero=0",
+    )
+
+
+def _compressed_local_steps(case: Case) -> InputError | None:
+    plan = case.plan
+    if plan.synchronise_every == 1 or plan.compression == "none":
+        return None
+    return refused(
+        "plan.compression",
+        plan.compression,
+        f"with synchronise_every {plan.synchronise_every} parameters travel, and no gradients that it could shorten",
+        allowed="none",
+        hint="use plan.compression=none, or plan.synchronise_every=1",
+    )
+
+
+def _fp16_local_steps(case: Case) -> InputError | None:
+    plan = case.plan
+    if plan.synchronise_every == 1 or plan.precision != "fp16":
+        return None
+    return refused(
+        "plan.synchronise_every",
+        plan.synchronise_every,
+        "with fp16 each replica would skip other steps, when its own gradients overflow, and be at another step",
+        allowed=1,
+        hint="use plan.precision=bf16 or fp32, or plan.synchronise_every=1",
+    )
+
+
+# --- precision and device
+
+
+def _precision_device(case: Case) -> InputError | None:
+    precision, scaling = case.plan.precision, case.plan.fp8_scaling
+    if not case.on_gpus:
+        lacking = {"tf32": "TF32 is a mode of NVIDIA tensor cores", "fp8": "the CPU has no FP8 matrix multiplication"}
+        if precision not in lacking:
+            return None
+        other = "plan.precision=fp32" if precision == "tf32" else "plan.precision=bf16"
+        return refused("plan.precision", precision, lacking[precision], allowed=other, hint=f"use {other}")
+    least = {"bf16": (8, 0), "tf32": (8, 0), "fp8": FP8_CAPABILITY[scaling]}.get(precision)
+    if least is None or case.capability is None or case.capability >= least:
+        return None
+    has = f"{case.gpu or 'the GPU'} has {case.capability[0]}.{case.capability[1]}"
+    needs = f"needs compute capability {least[0]}.{least[1]} or newer, and {has}"
+    if precision == "fp8" and case.capability >= FP8_CAPABILITY["tensor"]:
+        name = "MXFP8" if scaling == "mx" else f"fp8 with a scale for each {scaling}"
+        return refused(
+            "plan.fp8_scaling", scaling, f"{name} {needs}", allowed="tensor", hint="use plan.fp8_scaling=tensor"
+        )
+    other = {"bf16": "fp16", "tf32": "fp32", "fp8": "bf16" if case.capability >= (8, 0) else "fp16"}[precision]
+    return refused("plan.precision", precision, f"it {needs}", allowed=other, hint=f"use plan.precision={other}")
+
+
+def _ranks_sharing_a_gpu(case: Case) -> InputError | None:
+    plan = case.plan
+    if plan.ranks_per_gpu == 1 or plan.mesh.pipeline == 1 or not case.on_gpus:
+        return None
+    return refused(
+        "plan.ranks_per_gpu",
+        plan.ranks_per_gpu,
+        "ranks that share a GPU talk through gloo, which cannot send from one pipeline stage to the next there",
+        allowed=1,
+        hint="use plan.mesh.shard in place of the pipeline, or one rank for each GPU",
+    )
+
+
+RULES: dict[str, Rule] = {
+    "own loop, pipeline": _own_loop_pipeline,
+    "tensor, no plan for the layers": split_rules.tensor_without_plan,
+    "tensor does not divide": split_rules.tensor_divides,
+    "tensor_plan, unknown style": split_rules.tensor_styles,
+    "tensor, experts or latent attention": split_rules.tensor_mixture,
+    "sequence parallel, length": split_rules.sequence_slices,
+    "tensor, lora": split_rules.tensor_lora,
+    "tensor, fp8": split_rules.tensor_fp8,
+    "context, model": split_rules.context_model,
+    "context does not divide": split_rules.context_length,
+    "context, ring": split_rules.context_ring,
+    "context, capacity of experts": split_rules.context_capacity,
+    "pipeline, model": split_rules.pipeline_model,
+    "pipeline, no loss": split_rules.pipeline_loss,
+    "pipeline, balance loss": split_rules.pipeline_balance,
+    "pipeline, more stages than blocks": split_rules.pipeline_stages,
+    "several stages on a rank": split_rules.stages_per_rank,
+    "pipeline, micro-batches": split_rules.pipeline_micro_batches,
+    "zero-bubble, compile": split_rules.zero_bubble_compile,
+    "zero-bubble, zero 3": split_rules.zero_bubble_zero_3,
+    "zero-bubble, selective recompute": split_rules.zero_bubble_selective,
+    "pipeline, fp16": split_rules.pipeline_fp16,
+    "batch normalisation, accumulate": _batch_norm_accumulate,
+    "expert, model": _expert_model,
+    "expert, zero 0": _expert_zero,
+    "expert, selective recomputation": _expert_selective,
+    "offload, zero 0": _offload_zero,
+    "channels_last, sharded": _channels_last_sharded,
+    "synchronise_every, not only replicas": _local_steps,
+    "synchronise_every, compression": _compressed_local_steps,
+    "synchronise_every, fp16": _fp16_local_steps,
+    "precision, device": _precision_device,
+    "several ranks on a GPU, pipeline": _ranks_sharing_a_gpu,
+}

@@ -1,0 +1,79 @@
+"""Gradients: what a rank holds of them after the last backward of a step, and numbers over all of them.
+
+A parameter may be a DTensor of which this rank has some rows. Everything here works on the local part, so that plain
+and divided parameters, of one mesh or several, are treated alike; sums go over ranks where parts differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from gradus.parallel.world import World
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, as memory that may be written to."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Divide gradients as their parameters are. Those of layers that see slices of a sequence are not summed before."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def total_norm(tensors: Sequence[tuple[Tensor, Tensor]], world: World, *, uncounted: Collection[Tensor] = ()) -> Tensor:
+    """The norm of whole gradients or weights, given as pairs (parameter, tensor), the same on every rank.
+
+    `uncounted` parameters are copies of what another pipeline stage has.
+    """
+    values = [local(tensor) for _, tensor in tensors]
+    divided = any(isinstance(parameter, DTensor) for parameter, _ in tensors)
+    if not divided and world.mesh.pipeline == 1:  # every rank has everything
+        return get_total_norm(values)
+    # Each element counts once: on each of the ranks that hold it, with its share.
+    holders = world.size // world.mesh.pipeline
+    shares = [0.0 if p in uncounted else _parts(p) / holders for p, _ in tensors]
+    square = torch.zeros((), dtype=torch.float64, device=world.device)
+    for share, norm in zip(shares, torch._foreach_norm(values) if values else [], strict=True):
+        square += share * norm.to(world.device, torch.float64) ** 2
+    dtype = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize, default=torch.float64)
+    return world.sum_(square).sqrt().to(dtype)
+
+
+def clip(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
+    """Scale local gradients down, in place, so that the norm of the whole is at most `limit`. As torch clips."""
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for device, group in _by_device(gradients):
+        torch._foreach_mul_(group, factor.to(device))
+
+
+def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    for device, group in _by_device(gradients):
+        torch._foreach_mul_(group, factor.to(device))
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
+    """Gradients of offloaded parameters are in host memory, those of others beside them are not."""
+    devices: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        devices.setdefault(tensor.device, []).append(tensor)
+    return list(devices.items())
+
+
+def _parts(parameter: Tensor) -> int:
+    """Into how many parts a parameter is divided over the ranks."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())

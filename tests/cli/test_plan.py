@@ -1,0 +1,90 @@
+"""`gradus plan` says how a recipe would be split and why, for any cluster, and writes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from gradus_command import Gradus
+
+from gradus.schema.plan import Mesh, Plan
+
+GPT = {"model": {"use": "gpt", "layers": 4}, "data": {"use": "synthetic-tokens"}, "batch": 32}
+SITE = {"name": "site", "nodes": 4, "gpus_per_node": 8, "gpu": "H100-SXM5-80GB", "cpu_cores": 64, "memory_gib": 512}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Gradus:
+    gradus = Gradus(tmp_path)
+    gradus.recipe("gpt.yaml", **GPT)
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(SITE))
+    return gradus
+
+
+def test_the_plan_is_yaml_with_reasons_and_nothing_is_written(place: Gradus) -> None:
+    before = sorted(place.folder.rglob("*"))
+    done = place("plan", "gpt.yaml", CUDA_VISIBLE_DEVICES="")
+    assert done.code == 0, done.err
+    assert Plan.model_validate(yaml.safe_load(done.out)).micro_batch == 32
+    assert "# batch 32 over 1 data rank" in done.out
+    assert "# fixed by the recipe" in done.out  # workers
+    assert sorted(place.folder.rglob("*")) == before
+
+
+def test_json_is_one_document_with_choices_and_reasons(place: Gradus) -> None:
+    done = place("plan", "gpt.yaml", "--cluster", "site.yaml", "--gpus", "16", "--json")
+    assert done.code == 0, done.err
+    assert set(done.json) == {"choices", "refused"}
+    [choice] = done.json["choices"]
+    assert set(choice) == {"plan", "reasons"}
+    plan = Plan.model_validate(choice["plan"])
+    assert (plan.mesh, plan.precision) == (Mesh(replicate=16), "bf16")
+    reasons = {reason["field"]: reason["reason"] for reason in choice["reasons"]}
+    assert reasons["mesh"] == "16 ranks, each with the whole model"
+    assert done.json["refused"] == []
+
+
+@pytest.mark.parametrize("where", [["--cluster", "site.yaml"], ["--gpus", "4x8"]])
+def test_the_layout_of_four_nodes_says_where_stages_and_slices_are(place: Gradus, where: list[str]) -> None:
+    mesh = "plan.mesh={tensor: 4, pipeline: 4, replicate: 2}"
+    done = place("plan", "gpt.yaml", *where, "--set", mesh, "--show-layout", CUDA_VISIBLE_DEVICES="")
+    assert done.code == 0, done.err
+    for words in (
+        "32 ranks on 4 nodes of 8",
+        "Two stages per node.",
+        "No tensor group across nodes.",
+        "1     12-15  0        3      0-3",
+    ):
+        assert words in done.out
+
+
+def test_the_layout_as_json_has_every_rank(place: Gradus) -> None:
+    done = place("plan", "gpt.yaml", "--gpus", "4x8", "--set", "plan.mesh.shard=32", "--show-layout", "--json")
+    assert done.code == 0, done.err
+    layout = done.json["choices"][0]["layout"]
+    assert [line["shard"] for line in layout["lines"]] == [list(range(n, n + 8)) for n in range(0, 32, 8)]
+    assert "Shard groups of 32 ranks reach across 4 nodes." in layout["summary"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "words"),
+    [
+        (["--gpus", "64", "--cluster", "site.yaml"], "--gpus", "site has 4 nodes of 8 GPUs"),
+        (["--gpus", "lots"], "--gpus", "found lots"),
+        (["--cluster", "nowhere"], "--cluster", "nowhere"),
+        (["--gpus", "3x8"], "batch", "32 samples cannot be split evenly over 24 ranks"),
+        (["--set", "plan.mesh.tensor=3"], "plan.mesh.tensor", "gpt has 4 heads"),
+        (["--gpus", "8", "--set", "plan.mesh.tensor=4"], "plan.mesh", "tensor 4 is 4 ranks, but there are 8"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_numbers(place: Gradus, options, field, words) -> None:
+    done = place("plan", "gpt.yaml", *options, "--json", CUDA_VISIBLE_DEVICES="")
+    assert done.code == 2
+    assert done.json["error"]["field"] == field
+    assert words in done.json["error"]["message"]
+
+
+def test_it_is_among_the_verbs(place: Gradus) -> None:
+    assert " plan " in place("--help").out
+    assert "--show-layout" in place("plan", "--help").out
