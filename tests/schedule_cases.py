@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from gradus.parallel.pipeline import MULTI, SINGLE
+from gradus.parallel.pipeline import over_stages
 from gradus.parallel.stages import stages_of
 from gradus.parallel.world import World
 from gradus.schema.plan import Mesh
@@ -25,10 +25,7 @@ def accepted_by_torch(world: World, schedule: str, per_rank: int, counts: list[i
     accepted = []
     for count in counts:
         try:
-            if schedule in SINGLE:
-                SINGLE[schedule](stages[0], count)
-            else:
-                MULTI[schedule](stages, count)
+            over_stages(schedule, stages, count)
         except ValueError:
             continue
         accepted.append(count)

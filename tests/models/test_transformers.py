@@ -10,8 +10,8 @@ from gradus.models.bert import BERT
 from gradus.models.gpt import GPT
 from gradus.models.layers import Attention, LayerNorm, RMSNorm, Rotary
 from gradus.models.settings import BERTSettings, GPTSettings
-from gradus.schema.errors import InputError
 from gradus.parallel.materialise import materialise
+from gradus.schema.errors import InputError
 
 
 def small_gpt(**settings: object) -> GPT:

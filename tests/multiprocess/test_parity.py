@@ -42,7 +42,12 @@ def assert_same(found: Trained, expected: Trained) -> None:
         assert ((weight - expected.weights[name]).abs().max() / scale).item() < 1e-9, name
 
 
-CASES = [(model, ranks, 1) for model in MODELS for ranks in (2, 3, 4)] + [("gpt", ranks, 2) for ranks in (1, 2, 3, 4)]
+LONG = ("resnet18",)  # most of a minute for each number of ranks
+CASES = [
+    pytest.param(model, ranks, 1, marks=[pytest.mark.slow] if model in LONG else [])
+    for model in MODELS
+    for ranks in (2, 3, 4)
+] + [pytest.param("gpt", ranks, 2) for ranks in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize(("model", "ranks", "accumulate"), CASES)

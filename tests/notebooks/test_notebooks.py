@@ -49,6 +49,7 @@ def test_a_notebook_is_stored_without_outputs(name):
         assert cell.get("execution_count") is None
 
 
+@pytest.mark.slow
 def test_one_device(tmp_path):
     found = executed(
         "01-one-device",
@@ -69,6 +70,7 @@ def test_one_device(tmp_path):
     assert found["pictures"] == 3
 
 
+@pytest.mark.slow
 def test_several_ranks(tmp_path):
     found = executed(
         "02-several-ranks",
@@ -94,6 +96,7 @@ def test_several_ranks(tmp_path):
     assert found["pictures"] == 1
 
 
+@pytest.mark.slow
 def test_mixed_precision(tmp_path):
     found = executed(
         "03-mixed-precision",
@@ -118,6 +121,7 @@ def test_mixed_precision(tmp_path):
     assert first["bf16"] != first["fp32"]
 
 
+@pytest.mark.slow
 def test_profile_and_optimise(tmp_path):
     found = executed(
         "04-profile-and-optimise",

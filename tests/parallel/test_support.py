@@ -378,6 +378,21 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], Cluster, str]] = [
         "overflow, and be at another step",
     ),
     (
+        "synchronise_every, experts",
+        {"mesh": {"replicate": 2}, "synchronise_every": 4},
+        {"model": MIXTURE},
+        CPU,
+        "plan.synchronise_every: found 4, but the experts of replicas that step alone would be balanced apart, and "
+        "never meet",
+    ),
+    (
+        "compression, sharded and accumulating",
+        {"mesh": {"shard": 2}, "zero": 1, "accumulate": 2, "compression": "bf16"},
+        {},
+        CPU,
+        "plan.compression: found bf16, but FSDP2 would also add up the gradients of 2 micro-batches in it",
+    ),
+    (
         "synchronise_every, compression",
         {"mesh": {"replicate": 2}, "synchronise_every": 4, "compression": "bf16"},
         {},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[st
                     "hold; allowed: tensors, numbers and text",
                     field="optimizer.use",
                 )
-    return tensors, {"parameters": numbers, "groups": [_group_numbers(group) for group in optimizer.param_groups]}
+    return tensors, {"parameters": numbers, "groups": _groups(model, optimizer)}
 
 
 Saved = Mapping[str, Tensor | StoredTensor]
@@ -82,17 +82,7 @@ def restore_optimizer(
 ) -> None:
     """Put the optimizer's state back. With `groups`, also what some optimizers keep in their parameter groups."""
     if groups:
-        found, began = len(optimizer.param_groups), len(numbers["groups"])
-        if found != began:
-            raise InputError(
-                f"optimizer: it has {found} groups of parameters, and the checkpoint is of one with {began}",
-                hint="make it from the same groups as when the run began",
-                field="optimizer",
-                found=found,
-                allowed=began,
-            )
-        for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
-            group.update(saved)
+        _restore_groups(model, optimizer, numbers["groups"])
     by_parameter: dict[str, dict[str, Tensor | StoredTensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith(OPTIMIZER_PREFIX):
@@ -147,6 +137,33 @@ def _over_stages(names: Iterable[str], world: World | None) -> set[str]:
     stages: list[list[str]] = [[] for _ in range(world.mesh.pipeline)]
     dist.all_gather_object(stages, list(names), group=world.submesh("pipeline").get_group())
     return {name for stage in stages for name in stage}
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What is plain about each parameter group, and the names of its members on this rank."""
+    names = {parameter: name for name, parameter in _trained(model).items()}
+    return [
+        {"names": [names[p] for p in group["params"] if p in names], "numbers": _group_numbers(group)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """By the names of their members: on another mesh there may be more groups, or fewer, of the same parameters."""
+    for group, here in zip(optimizer.param_groups, _groups(model, optimizer), strict=True):
+        members = set(here["names"])
+        sources = [was for was in saved if members & set(was["names"])]
+        if any(was["numbers"] != sources[0]["numbers"] for was in sources[1:]):
+            raise InputError(
+                f"optimizer: a group of {len(members)} parameters was {len(sources)} groups with other settings in the "
+                "checkpoint",
+                hint="make it from the same groups as when the run began",
+                field="optimizer",
+                found=len(optimizer.param_groups),
+                allowed=len(saved),
+            )
+        if sources:  # else they are of a stage that rank 0 did not have
+            group.update(sources[0]["numbers"])
 
 
 def _group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:

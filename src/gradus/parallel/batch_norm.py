@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -55,10 +56,16 @@ class SharedBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, found {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or dist.get_world_size(self.process_group) == 1:
+        x = input if input.dtype == torch.float64 else input.float()
+        if not self.training:
+            # Gathered weights may be narrower than the statistics, which torch's function does not take.
+            factor, shift = (None if part is None else part.to(x.dtype) for part in (self.weight, self.bias))
+            untracked = self.running_mean is None or self.running_var is None
+            y = F.batch_norm(x, self.running_mean, self.running_var, factor, shift, untracked, eps=self.eps)
+            return y.to(input.dtype)
+        if dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        x = input if input.dtype == torch.float64 else input.float()
         weight = 0.0 if self.muted else 1.0
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)

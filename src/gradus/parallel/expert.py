@@ -38,10 +38,10 @@ TOKENS_APART = ("replicate", "shard", "context")  # along these dimensions, rank
 def apply_experts(model: nn.Module, world: World) -> None:
     """Let the mixtures of the model, in place, count over all ranks, and spread their experts where the mesh says so.
 
-    The model may be on the meta device. All ranks must call it, also those whose stage of a pipeline has no mixture.
+    The model may be on the meta device, and is whole: a pipeline is cut after this. All ranks must call it.
     """
     mixtures = mixtures_of(model)
-    if world.size == 1 or (not mixtures and world.mesh.pipeline == 1 and world.mesh.expert == 1):
+    if world.size == 1 or (not mixtures and world.mesh.expert == 1):
         return
     if world.averaging_ranks > 1:
         group = world.flat_mesh(*TOKENS_APART).get_group()
@@ -49,9 +49,9 @@ def apply_experts(model: nn.Module, world: World) -> None:
             mixture.sum_over_ranks = partial(sum_over_ranks, group=group)
     if world.mesh.expert == 1:
         return
-    spread = Spread(expert_mesh(world))
-    if not mixtures and world.mesh.pipeline == 1:
+    if not mixtures:
         raise _nothing_to_spread(model, world.mesh.expert)
+    spread = Spread(expert_mesh(world))
     for mixture in mixtures:
         _divide(mixture.experts, spread)
         mixture.spread = spread

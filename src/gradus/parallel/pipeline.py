@@ -27,13 +27,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 
 from gradus.parallel.layout import groups
 from gradus.parallel.stages import balanced, check_enough_blocks, ranges, stages_of
@@ -42,8 +35,19 @@ from gradus.parallel.world import World
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Plan
 
-SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-MULTI = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+# torch.distributed.pipelining takes most of a second to import, which every rank of every run would spend: that is done
+# where a pipeline is made.
+SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+MULTI = {"interleaved": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble"}
+
+
+def over_stages(schedule: str, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
+    """torch's schedule of this name over a rank's stages."""
+    from torch.distributed import pipelining
+
+    if schedule in SINGLE:
+        return getattr(pipelining, SINGLE[schedule])(stages[0], micro_batches, **options)
+    return getattr(pipelining, MULTI[schedule])(stages, micro_batches, **options)
 
 
 class InStages(Protocol):
@@ -164,11 +168,12 @@ def cut(model: nn.Module, wiring: Wiring, plan: Plan, world: World) -> StagesHer
         owners = [name.rpartition(".")[0] for name in tied] if number in (0, count - 1) else []
         outside = [path for path in owners if not any(f"{path}.".startswith(f"{known}.") for known in paths[number])]
         rest = _rest(model, wiring) if number == count - 1 else []
+        saved = model.state_dict(keep_vars=True)  # without the buffers that are not to be saved
         for tree in (stage, part):
             for path in dict.fromkeys([*outside, *paths[number]]):
                 _graft(tree, path, model.get_submodule(path))
             for path, what in rest:
-                _graft(tree, path, what)
+                _graft(tree, path, what, persistent=path in saved)
     return part
 
 
@@ -214,7 +219,7 @@ def _rest(model: nn.Module, wiring: Wiring) -> list[tuple[str, nn.Module | Tenso
     return found
 
 
-def _graft(tree: nn.Module, path: str, what: nn.Module | Tensor) -> None:
+def _graft(tree: nn.Module, path: str, what: nn.Module | Tensor, *, persistent: bool = True) -> None:
     """Hang a module, parameter or buffer into a tree of modules that have nothing but names."""
     *above, name = path.split(".")
     for step in above:
@@ -224,7 +229,7 @@ def _graft(tree: nn.Module, path: str, what: nn.Module | Tensor) -> None:
     if isinstance(what, nn.Parameter):
         tree.register_parameter(name, what)
     elif isinstance(what, Tensor):
-        tree.register_buffer(name, what)
+        tree.register_buffer(name, what, persistent=persistent)
     else:
         tree.add_module(name, what)
 
@@ -251,6 +256,8 @@ def scheduled(
 
     They are given so that torch need not run the stages to find out, loss and backward included.
     """
+    from torch.distributed.pipelining import PipelineStage
+
     group = world.submesh("pipeline").get_group()
     held = [
         PipelineStage(
@@ -266,9 +273,7 @@ def scheduled(
     ]
     # The last stage computes the loss itself: it knows the micro-batch. Gradients are normalised by whoever steps.
     options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
-    if schedule in SINGLE:
-        return SINGLE[schedule](held[0], micro_batches, **options)
-    return MULTI[schedule](held, micro_batches, **options)  # type: ignore[arg-type]
+    return over_stages(schedule, held, micro_batches, **options)
 
 
 def run_schedule(schedule: Any, micro_batches: Sequence[InStages]) -> None:

@@ -8,6 +8,8 @@ gradients and of the optimizer's state, whatever the stage:
 | 3    | for each block, when its turn comes   | reduced and scattered after each micro-batch          |
 | 2    | from forward to backward              | the same                                              |
 | 1    | from forward to backward              | whole until the last micro-batch                      |
+
+In a pipeline gradients stay whole until the schedule's end with any of them: torch reduces them there.
 """
 
 from __future__ import annotations

@@ -178,6 +178,32 @@ def _fp16_local_steps(case: Case) -> InputError | None:
     )
 
 
+def _expert_local_steps(case: Case) -> InputError | None:
+    plan = case.plan
+    if plan.synchronise_every == 1 or case.model.experts is None:
+        return None
+    return refused(
+        "plan.synchronise_every",
+        plan.synchronise_every,
+        "the experts of replicas that step alone would be balanced apart, and never meet",
+        allowed=1,
+        hint="use plan.synchronise_every=1",
+    )
+
+
+def _compressed_sums(case: Case) -> InputError | None:
+    plan = case.plan
+    if plan.compression == "none" or not plan.sharded or plan.accumulate == 1:
+        return None
+    return refused(
+        "plan.compression",
+        plan.compression,
+        f"FSDP2 would also add up the gradients of {plan.accumulate} micro-batches in it",
+        allowed="none",
+        hint="use plan.compression=none, or plan.accumulate=1",
+    )
+
+
 # --- precision and device
 
 
@@ -248,6 +274,8 @@ RULES: dict[str, Rule] = {
     "synchronise_every, not only replicas": _local_steps,
     "synchronise_every, compression": _compressed_local_steps,
     "synchronise_every, fp16": _fp16_local_steps,
+    "synchronise_every, experts": _expert_local_steps,
+    "compression, sharded and accumulating": _compressed_sums,
     "precision, device": _precision_device,
     "several ranks on a GPU, pipeline": _ranks_sharing_a_gpu,
 }

@@ -146,7 +146,7 @@ def _zero(mesh: Mesh) -> Chosen:
     if mesh.shard == 1:
         return 0, "nothing is sharded: mesh.shard is 1"
     if mesh.pipeline > 1:
-        return 1, "with a pipeline, 2 and 3 would scatter gradients, or gather parameters, for every micro-batch"
+        return 1, "a pipeline reduces gradients once, at its end, so 2 saves no more, and 3 would gather more often"
     return 3, "the least memory; where the model fits, 1 and 2 gather parameters less often"
 
 

@@ -41,14 +41,15 @@ def expected_state(size: ModelSize, plan: Plan) -> ModelState:
     """What a rank holds at most of each kind, with even shares. They are reached at different moments of a step."""
     wide = 8 if plan.precision == "fp64" else 4
     narrow = 2 if plan.precision in ("bf16", "fp16", "fp8") else wide
-    ranks = plan.mesh.shard * plan.mesh.context
+    ranks = plan.mesh.shards if plan.zero else 1
     moments = round(size.optimizer_tensors * wide * size.trained)
-    if plan.zero == 0:
+    if not plan.sharded:
         return ModelState(parameters=wide * size.parameters, gradients=wide * size.trained, optimizer=moments)
     # With zero 3, one block is computed while the next is gathered.
     gathered = size.parameters if plan.zero < 3 else min(size.parameters, size.outside_blocks + 2 * size.largest_block)
     rows = wide * size.parameters // ranks
-    whole_gradients = plan.zero == 1 and plan.accumulate > 1
+    # A pipeline reduces gradients once, after its last micro-batch.
+    whole_gradients = (plan.zero <= 1 or plan.mesh.pipeline > 1) and plan.accumulate > 1
     on_host = plan.offload == "cpu"  # the rows, and what the optimizer has for them
     return ModelState(
         parameters=narrow * gathered + (rows if narrow == wide and not on_host else 0),

@@ -12,8 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from gradus.parallel.world import World
+from gradus.schema.errors import InputError
 
 NARROW = (torch.bfloat16, torch.float16)
+
+
+def check_parameters_are_wide(model: nn.Module) -> None:
+    """Refuse 16-bit parameters where FSDP2 adds up their gradients, which it does in the parameters' own format."""
+    narrow = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype in NARROW), None)
+    if narrow is not None:
+        raise InputError(
+            f"plan.accumulate_dtype: found fp32, but {narrow} has 16 bits and is sharded: its gradients are added up "
+            "in them",
+            hint="use plan.accumulate_dtype=parameters or plan.accumulate=1, or build the model in fp32",
+            field="plan.accumulate_dtype",
+            found="fp32",
+            allowed="parameters",
+        )
 
 
 class WideGradients:
@@ -48,17 +63,22 @@ class WideGradients:
             if is_used:
                 mine = self._sums.get(parameter)
                 total = torch.zeros_like(parameter, dtype=torch.float32) if mine is None else mine
-                parameter.grad = (world.sum_(total) / world.size).to(parameter.dtype)
-        if world.size > 1:
+                parameter.grad = _mean(total, world).to(parameter.dtype)
+        if world.averaging_ranks > 1:
             used = _used_anywhere([p.grad is not None for p in self._others], world)
             for parameter, is_used in zip(self._others, used, strict=True):
                 if is_used:
                     mine = parameter.grad
-                    parameter.grad = world.sum_(torch.zeros_like(parameter) if mine is None else mine) / world.size
+                    parameter.grad = _mean(torch.zeros_like(parameter) if mine is None else mine, world)
         self._sums.clear()
 
     def forget(self) -> None:
         self._sums.clear()
+
+
+def _mean(total: Tensor, world: World) -> Tensor:
+    """Over ranks with other samples. Where there are any, all ranks are such: FSDP2 takes care of other meshes."""
+    return total if world.averaging_ranks == 1 else world.sum_(total) / world.averaging_ranks
 
 
 def _used_anywhere(here: list[bool], world: World) -> list[bool]:

@@ -43,10 +43,13 @@ def total_norm(tensors: Sequence[tuple[Tensor, Tensor]], world: World, *, uncoun
         return get_total_norm(values)
     # Each element counts once: on each of the ranks that hold it, with its share.
     holders = world.size // world.mesh.pipeline
-    shares = [0.0 if p in uncounted else _parts(p) / holders for p, _ in tensors]
+    by_share: dict[float, list[Tensor]] = {}
+    for (parameter, _), value in zip(tensors, values, strict=True):
+        if parameter not in uncounted:
+            by_share.setdefault(_parts(parameter) / holders, []).append(value)
     square = torch.zeros((), dtype=torch.float64, device=world.device)
-    for share, norm in zip(shares, torch._foreach_norm(values) if values else [], strict=True):
-        square += share * norm.to(world.device, torch.float64) ** 2
+    for share, alike in by_share.items():
+        square += share * get_total_norm(alike).to(world.device, torch.float64) ** 2
     dtype = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize, default=torch.float64)
     return world.sum_(square).sqrt().to(dtype)
 

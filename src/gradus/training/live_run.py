@@ -37,6 +37,7 @@ from gradus.schema.errors import InputError
 from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
+from gradus.training.accumulation import check_parameters_are_wide
 from gradus.training.building import open_data
 from gradus.training.described import Described, described_model
 from gradus.training.evaluation import Measure, evaluate
@@ -150,6 +151,8 @@ class LiveRun:
                 found=plan.accumulate,
                 allowed=1,
             )
+        if plan.sharded and plan.accumulate > 1 and plan.accumulate_dtype == "fp32":
+            check_parameters_are_wide(model)
         if plan.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.flops_per_sample = _flops_per_sample(model)

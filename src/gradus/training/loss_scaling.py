@@ -21,10 +21,6 @@ class LossScale:
         self.good_steps = torch.tensor(0, dtype=torch.int32, device=device)
 
     @torch.no_grad()
-    def unscale_(self, gradients: list[Tensor]) -> None:
-        torch._foreach_mul_(gradients, 1.0 / self.scale)
-
-    @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
         """Shrink after an overflow (1.0), grow after enough steps without one (0.0)."""
         happened = overflow > 0

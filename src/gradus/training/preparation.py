@@ -50,7 +50,8 @@ def prepared(
         parts = [*model.pipeline_cut.stages]
     if is_sharded(plan):
         group = averaging_group(world)
-        share_batch_norm(model, world.device, some_rank_may_pad=some_rank_may_pad, group=group)
+        # Ours, whoever may pad: torch's for CUDA takes no weights that are narrower than its statistics.
+        share_batch_norm(model, world.device, some_rank_may_pad=True, group=group)
         for part in parts:
             shard(part, world, plan, numbers.autocast)
     return model

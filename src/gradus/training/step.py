@@ -153,7 +153,7 @@ class TrainingStep:
             scale(gradients, correction)
         grad_norm, overflow, scale_before, scale_after = None, None, None, None
         if self.loss_scale is not None:
-            self.loss_scale.unscale_(gradients)
+            scale(gradients, 1.0 / self.loss_scale.scale)
         if self._clip is not None or self.loss_scale is not None or measure_norm:
             grad_norm = total_norm(trained, self._world, uncounted=self._uncounted)
         if self._clip is not None and grad_norm is not None:
