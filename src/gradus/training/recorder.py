@@ -51,7 +51,7 @@ class Rates:
 class Recorder:
     def __init__(self, run: RunDirectory, attempt: int, world: World, log_every: int) -> None:
         self._attempt = attempt
-        self._world = world
+        self._device = world.device
         self.rates = Rates()  # known once the model is built
         self._log_every = log_every
         self._steps = self._samples = 0
@@ -107,7 +107,7 @@ class Recorder:
             "step_seconds": self._seconds / self._steps,
             "data_seconds": self._data_seconds / self._steps,
             **self.rates.per_second(self._seconds, self._samples),
-            "memory_peak_bytes": peak_memory_bytes(self._world.device),
+            "memory_peak_bytes": peak_memory_bytes(self._device),
         }
         if numbers.scale_after is not None:
             record["loss_scale"] = numbers.scale_after
