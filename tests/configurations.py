@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ PIPELINES: list[Configuration] = [
 ]
 
 
-CONFIGURATIONS: list[Configuration] = [
+_ALL: list[Configuration] = [
     *PIPELINES,
     Configuration("tensor 2", _mesh(tensor=2)),
     Configuration("tensor 4", _mesh(tensor=4), changes={"model": {**GPT, "heads": 8, "kv_heads": 4}}),
@@ -269,3 +269,32 @@ CONFIGURATIONS: list[Configuration] = [
     ),
     Configuration("zero 3 over 2, resnet18", _mesh(shard=2) | {"zero": 3}, model="resnet18", slow=True),
 ]
+
+# Combinations beyond what each way and each pair of ways needs to be shown: `make test-slow`.
+_FURTHER = {
+    "pipeline 4, gpipe",
+    "pipeline 4, 1f1b",
+    "pipeline 2, vit",
+    "pipeline 2 × shard 2, interleaved, recompute",
+    "pipeline 2 × shard 2, zero-bubble",
+    "pipeline 2 × replicate 2",
+    "pipeline 2 × tensor 2, bert, recompute",
+    "pipeline 2 × context 2",
+    "tensor 4, vit",
+    "tensor 2 × replicate 2, vit",
+    "tensor 2 × context 2",
+    "expert 4, balanced by bias, accumulate 2",
+    "pipeline 2 × expert 2",
+    "pipeline 2 × expert 2, zero-bubble, recompute full",
+    "replicate 2 × expert 2",
+    "context 4, learned positions, accumulate 2",
+    "context 2 × shard 2, bert, accumulate 2",
+    "context 2 × shard 2, recompute selective",
+    "replicate 2 × context 2",
+    "zero 3 over 4, accumulate 2",
+    "replicate 2 × shard 2, accumulate 2",
+    "zero 2 over 2, lars",
+    "zero 1 over 4, adapters beside a model of one's own, accumulate 2",
+}
+assert {configuration.name for configuration in _ALL} >= _FURTHER
+CONFIGURATIONS = [replace(c, slow=c.slow or c.name in _FURTHER) for c in _ALL]

@@ -138,7 +138,7 @@ def test_a_precision_that_is_only_assumed_says_so():
         ({"replicate": 2}, 0, "mesh.shard is 1"),
         ({"shard": 2}, 3, "the least memory"),
         ({"replicate": 2, "shard": 2}, 3, "the least memory"),
-        ({"shard": 2, "pipeline": 2}, 1, "for every micro-batch"),
+        ({"shard": 2, "pipeline": 2}, 1, "a pipeline reduces gradients once"),
     ],
 )
 def test_who_shards_without_saying_what_gets_the_stage_that_suits(mesh, zero, reason):

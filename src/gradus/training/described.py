@@ -55,7 +55,7 @@ class Described:
         if any(tensor.is_meta for tensor in (*part.parameters(), *part.buffers())):
             materialise(part, world.device, shards_on)
         if is_reference(recipe):
-            self._start(part, world.device)
+            self._start(part, world.device if shards_on else None)
         if self.sent:
             _send(self.unread, self.values, part, world)
         targets = model_tensors(part)
@@ -66,17 +66,18 @@ class Described:
             start_adapters(part, recipe.seed)
             mark_base(part, world)
 
-    def _start(self, part: nn.Module, device: torch.device) -> None:
+    def _start(self, part: nn.Module, drawn_on: torch.device | None) -> None:
         """The weights that a reference model starts with, unless files have all of them."""
         saved = model_tensors(self.model)
         if not any(name in saved for name in self.unread):
             fill_tables(part)
             return
         seed_for_construction("model", self.recipe.seed)
-        # Another kind of device draws other numbers; shards in host memory are drawn where all others are. A checkpoint
-        # of adapters does not hold the base, which export and load_model draw again, wherever they are: there the host
-        # draws.
-        drawn_on = torch.device("cpu") if self.recipe.lora is not None else device
+        # Another kind of device draws other numbers; shards in host memory are drawn where they would be otherwise. A
+        # checkpoint of adapters does not hold the base, which export and load_model draw again, wherever they are:
+        # there the host draws.
+        if self.recipe.lora is not None:
+            drawn_on = torch.device("cpu")
         # It looks at nothing but the settings and the names, so that a stage of a pipeline will do as well.
         init_weights: Callable[..., None] = type(self.model).init_weights  # type: ignore[attr-defined]
         if part is not self.model:
