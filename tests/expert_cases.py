@@ -11,7 +11,7 @@ from gradus.data.loader import MicroBatch
 from gradus.models import catalogue
 from gradus.parallel.expert import apply_experts
 from gradus.parallel.replicate import replicated
-from gradus.parallel.shard import is_sharded, shard
+from gradus.parallel.shard import shard
 from gradus.parallel.world import World
 from gradus.schema.plan import Plan
 from gradus.training.precision import numbers_for
@@ -40,7 +40,7 @@ def trained(world: World, options: dict[str, Any], plan: Plan, steps: int = 5, r
     model = catalogue.build("gpt", {**SMALL, **options}).double()
     apply_experts(model, world)
     wrapped: torch.nn.Module = model
-    if is_sharded(plan):
+    if plan.sharded:
         shard(model, world, plan, None)
     else:
         wrapped = replicated(model, world, plan.bucket_mib, some_rank_may_pad=True)

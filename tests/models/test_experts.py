@@ -210,8 +210,6 @@ def test_the_bias_is_in_the_checkpoint_and_the_counts_are_not():
 
 
 def test_one_kernel_for_all_experts_gives_what_a_loop_gives():
-    if not hasattr(F, "grouped_mm"):
-        pytest.skip("this torch has no grouped_mm")
     counts = torch.tensor([3, 0, 9, 4])
     x = torch.randn(16, 16).bfloat16()
     w = torch.randn(4, 24, 16).bfloat16()

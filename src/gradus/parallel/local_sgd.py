@@ -8,13 +8,14 @@ well as weights costs more bytes (three times as many with Adam), but only every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from gradus.parallel.averaging import average_
 from gradus.parallel.batch_norm import STATISTICS
 from gradus.parallel.replicate import broadcast
 from gradus.parallel.world import World
@@ -34,7 +35,7 @@ class LocalSGD:
         self._optimizer = optimizer
         self._world = world
         self._every = every
-        self._bucket_bytes = bucket_mib * 2**20
+        self._bucket_mib = bucket_mib
         self._steps_alone = 0
         broadcast([*model.parameters(), *model.buffers()], None)
 
@@ -49,8 +50,7 @@ class LocalSGD:
         if self._steps_alone == 0:
             return
         self._check_same_state()
-        for bucket in _buckets(self._changing(), self._bucket_bytes):
-            self._average(bucket)
+        average_(self._changing(), None, self._bucket_mib)
         self._steps_alone = 0
 
     def sum_over_ranks(self, values: Tensor) -> dist.Work | None:
@@ -71,14 +71,6 @@ class LocalSGD:
                 for name, buffer in module.named_buffers(recurse=False):
                     if name in STATISTICS and buffer.is_floating_point():
                         yield buffer
-
-    @torch.no_grad()
-    def _average(self, tensors: list[Tensor]) -> None:
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat)
-        flat /= self._world.size
-        for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-            tensor.copy_(values.view_as(tensor))
 
     def _check_same_state(self) -> None:
         """Ranks whose samples use other parts of the model would wait for each other for ever."""
@@ -107,21 +99,3 @@ def check_can_step_alone(model: nn.Module, every: int, *, some_rank_may_pad: boo
             found=every,
             allowed=1,
         )
-
-
-def _buckets(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
-    """Tensors of one kind together, up to a number of bytes, so that few messages carry them all."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in kinds.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in alike:
-            if bucket and size + tensor.nbytes > most_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
-        if bucket:
-            yield bucket

@@ -360,32 +360,3 @@ def tied_group(world: World) -> dist.ProcessGroup | None:
         if world.rank in ends:
             mine = group
     return mine
-
-
-@torch.no_grad()
-def average_(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, bucket_mib: int, compression: str) -> None:
-    """Gradients averaged over a group's ranks, in place, after the last backward.
-
-    DDP would do so during it, but its hooks are not called by schedules that compute the gradients of weights apart.
-    """
-    for bucket in _buckets(gradients, bucket_mib * 2**20):
-        sent = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        sent = sent.bfloat16() if compression == "bf16" else sent
-        dist.all_reduce(sent, group=group)
-        means = (sent / dist.get_world_size(group)).to(bucket[0].dtype)
-        parts = torch.split(means, [gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(list(bucket), [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
-
-
-def _buckets(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
-    """Tensors of one format each, in the given order, as many together as have at most so many bytes."""
-    buckets: list[list[Tensor]] = []
-    size = 0
-    for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if not buckets or buckets[-1][0].dtype != tensor.dtype or size + nbytes > most_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(tensor)
-        size += nbytes
-    return buckets

@@ -33,16 +33,6 @@ from gradus.parallel.world import World
 from gradus.schema.plan import Plan
 
 
-def is_sharded(plan: Plan) -> bool:
-    """Whether FSDP2 holds the parameters."""
-    return plan.sharded
-
-
-def is_divided(plan: Plan) -> bool:
-    """Whether a rank holds less than the whole model."""
-    return is_sharded(plan) or plan.mesh.tensor > 1 or plan.mesh.pipeline > 1
-
-
 def shard(model: nn.Module, world: World, plan: Plan, computing: torch.dtype | None) -> None:
     """Divide the model in place, block by block. It may be on the meta device, and then has no memory yet.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from gradus.parallel import split_rules
 from gradus.parallel.case import Case, refused
 from gradus.schema.errors import InputError
+from gradus.schema.plan import Plan
 
 Rule = Callable[[Case], InputError | None]
 
@@ -48,10 +49,15 @@ def _batch_norm_accumulate(case: Case) -> InputError | None:
     plan = case.plan
     if not case.model.batch_norm or plan.accumulate == 1:
         return None
+    return accumulated_statistics(case.model.name, plan)
+
+
+def accumulated_statistics(model: str, plan: Plan) -> InputError:
+    """Also for ranks, who see it in any model."""
     return refused(
         "plan.accumulate",
         plan.accumulate,
-        f"{case.model.name} has batch normalisation, whose statistics are those of the whole batch",
+        f"{model} has batch normalisation, whose statistics are those of the whole batch",
         allowed=1,
         hint=f"use plan.micro_batch={plan.micro_batch * plan.accumulate}, more ranks, or a smaller batch",
     )

@@ -144,6 +144,11 @@ class Plan(BaseModel):
         averaged = self.mesh.replicate * self.mesh.shard * self.mesh.context > 1
         return self.zero >= 1 or (self.mesh.tensor > 1 and averaged)
 
+    @property
+    def divided(self) -> bool:
+        """Whether a rank holds less than the whole model."""
+        return self.sharded or self.mesh.tensor > 1 or self.mesh.pipeline > 1
+
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         return validated(cls, read_document(Path(path)), str(path))

@@ -56,22 +56,16 @@ def total_norm(tensors: Sequence[tuple[Tensor, Tensor]], world: World, *, uncoun
 
 def clip(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
     """Scale local gradients down, in place, so that the norm of the whole is at most `limit`. As torch clips."""
-    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for device, group in _by_device(gradients):
-        torch._foreach_mul_(group, factor.to(device))
+    scale(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    for device, group in _by_device(gradients):
-        torch._foreach_mul_(group, factor.to(device))
-
-
-def _by_device(tensors: Sequence[Tensor]) -> list[tuple[torch.device, list[Tensor]]]:
-    """Gradients of offloaded parameters are in host memory, those of others beside them are not."""
+    """Multiply local gradients, in place. Those of offloaded parameters are in host memory, others are not."""
     devices: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        devices.setdefault(tensor.device, []).append(tensor)
-    return list(devices.items())
+    for gradient in gradients:
+        devices.setdefault(gradient.device, []).append(gradient)
+    for device, group in devices.items():
+        torch._foreach_mul_(group, factor.to(device))
 
 
 def _parts(parameter: Tensor) -> int:

@@ -28,7 +28,8 @@ from gradus.parallel.local_sgd import LocalSGD, check_can_step_alone
 from gradus.parallel.pipeline import StagesHere
 from gradus.parallel.recompute import recompute_note
 from gradus.parallel.replicate import replicated, share_buffers, unwrapped
-from gradus.parallel.shard import is_divided, is_sharded, let_go
+from gradus.parallel.shard import let_go
+from gradus.parallel.support import accumulated_statistics
 from gradus.parallel.wiring import Wiring
 from gradus.parallel.world import World, alone
 from gradus.planner.resolve import check_model_fits_data
@@ -115,7 +116,7 @@ class LiveRun:
             validation = open_data(recipe, "validation")
             live.evaluator = live.evaluator_for(validation) if validation is not None else None
             begins = live.checkpoint is None
-            dtype, divided = live.numbers.parameters, is_divided(plan)
+            dtype, divided = live.numbers.parameters, plan.divided
             described = described_model(recipe, live.world, dtype, divided=divided, load_weights=begins)
             live.objective = Objective(recipe, described.model)
             live.objective.check_metric(recipe.evaluate.metric, reference_model=recipe.model.built_in)
@@ -143,14 +144,7 @@ class LiveRun:
         if described.note:
             self.recorder.event("model", message=described.note)
         if has_batch_norm(model) and plan.accumulate > 1:
-            raise InputError(
-                f"plan.accumulate: found {plan.accumulate}, but the model has batch normalisation, whose statistics "
-                "are those of the whole batch",
-                hint=f"use plan.micro_batch={plan.micro_batch * plan.accumulate}, more ranks, or a smaller batch",
-                field="plan.accumulate",
-                found=plan.accumulate,
-                allowed=1,
-            )
+            raise accumulated_statistics("the model", plan)
         if plan.sharded and plan.accumulate > 1 and plan.accumulate_dtype == "fp32":
             check_parameters_are_wide(model)
         if plan.channels_last:
@@ -166,7 +160,7 @@ class LiveRun:
         steps_alone = plan.synchronise_every > 1 and world.size > 1
         if steps_alone:
             check_can_step_alone(model, plan.synchronise_every, some_rank_may_pad=may_pad)
-        elif world.averaging_ranks > 1 and not is_sharded(plan) and plan.mesh.pipeline == 1:
+        elif world.averaging_ranks > 1 and not plan.sharded and plan.mesh.pipeline == 1:
             wrapped = replicated(
                 wrapped,
                 world,

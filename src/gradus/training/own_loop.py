@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradus.data.loader import Indexed, MicroBatch
 from gradus.faults.signals import Signals, handled
-from gradus.parallel.shard import is_divided
 from gradus.record.lock import release
 from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
@@ -138,7 +137,7 @@ class Run:
         if self._prepared:
             raise InputError("run.prepare: it was called before; one model and one optimizer to a run", field="prepare")
         double = live.numbers.parameters == torch.float64
-        divided = is_divided(live.plan)  # then each rank gets its part of rank 0's values, and no device all of them
+        divided = live.plan.divided  # then each rank gets its part of rank 0's values, and no device all of them
         model = model.to(device=None if divided else self.device, dtype=torch.float64 if double else None)
         if optimizer is None and live.recipe.optimizer.use == OWN:
             raise InputError(

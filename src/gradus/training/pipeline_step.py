@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from gradus.data.loader import MicroBatch
+from gradus.parallel.averaging import average_
 from gradus.parallel.batch_norm import has_batch_norm
-from gradus.parallel.pipeline import ForwardOnly, StagesHere, average_, run_schedule, scheduled, tied_group
+from gradus.parallel.pipeline import ForwardOnly, StagesHere, run_schedule, scheduled, tied_group
 from gradus.parallel.replicate import averaging_group, broadcast
 from gradus.parallel.wiring import REFERENCE_PARTS, Wiring, traced
 from gradus.parallel.world import World

@@ -10,7 +10,7 @@ from gradus.parallel.expert import apply_experts
 from gradus.parallel.pipeline import cut
 from gradus.parallel.recompute import apply_recompute
 from gradus.parallel.replicate import averaging_group
-from gradus.parallel.shard import is_sharded, shard
+from gradus.parallel.shard import shard
 from gradus.parallel.tensor import apply_tensor
 from gradus.parallel.wiring import Wiring
 from gradus.parallel.world import World
@@ -48,7 +48,7 @@ def prepared(
     if wiring is not None:
         model = cut(model, wiring, plan, world)
         parts = [*model.pipeline_cut.stages]
-    if is_sharded(plan):
+    if plan.sharded:
         group = averaging_group(world)
         # Ours, whoever may pad: torch's for CUDA takes no weights that are narrower than its statistics.
         share_batch_norm(model, world.device, some_rank_may_pad=True, group=group)

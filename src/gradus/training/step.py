@@ -66,6 +66,7 @@ class TrainingStep:
             self._wide = None
         self._experts = ExpertLoads(model, world)
         self._uncounted: frozenset[Tensor] = frozenset()  # parameters that another pipeline stage has as well
+        self._reduces_as_last: bool | None = None  # what FSDP2 was told to do with gradients
         self._losses: list[Tensor] = []  # of the micro-batches of the present step
         self._counts: list[Tensor] = []
 
@@ -90,7 +91,9 @@ class TrainingStep:
         last = len(self._counts) == self.accumulate - 1
         self._reducing = ExitStack()  # until backward is done
         if self._sharded:
-            reduce_gradients(self.model, self._zero, last=last)
+            if last is not self._reduces_as_last:  # each telling walks over all modules
+                reduce_gradients(self.model, self._zero, last=last)
+                self._reduces_as_last = last
         else:
             self._reducing.enter_context(reducing_gradients(self.model, reduce=last and self._wide is None))
         try:
