@@ -106,41 +106,30 @@ def measured(live: LiveRun, steps: int) -> dict[str, Any]:
     }
 
 
-def compare(
-    name: str, model: dict[str, Any], batch: int, steps: int, ways: tuple[str, ...], compile: bool
-) -> list[dict[str, Any]]:
-    """One row for each way; one that cannot run here says why."""
-    rows: list[dict[str, Any]] = []
-    for way in ways:
-        with tempfile.TemporaryDirectory() as folder:
-            gc.collect()
-            torch._dynamo.reset()
-            if DEVICE.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            try:
-                live = live_run(model, batch, steps, way, compile, Path(folder))
-            except InputError as error:
-                rows.append({"model": name, "way": way, "refused": str(error)})
-                print(f"{name} {way}: {error}", flush=True)
-                continue
-            try:
-                rows.append({"model": name, "way": way, "batch": batch, **measured(live, steps)})
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                rows.append({"model": name, "way": way, "refused": str(error).splitlines()[0]})
-            live.recorder.close(state="finished")
-            del live
-        last = rows[-1]
-        print(
-            f"{name} {way}: "
-            + (
-                last.get("refused")
-                or f"{last['tokens_per_second']:,.0f} tokens/s, "
-                f"loss {last['losses'][0]:.3f} -> {last['losses'][-1]:.4f}"
-            ),
-            flush=True,
-        )
-    return rows
+def compare(name: str, model: dict[str, Any], batch: int, steps: int, way: str, compile: bool) -> dict[str, Any]:
+    """The row of one way; one that cannot run here says why."""
+    row: dict[str, Any] = {"model": name, "way": way}
+    with tempfile.TemporaryDirectory() as folder:
+        gc.collect()
+        torch._dynamo.reset()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            live = live_run(model, batch, steps, way, compile, Path(folder))
+        except InputError as error:
+            print(f"{name} {way}: {error}", flush=True)
+            return {**row, "refused": str(error)}
+        try:
+            row |= {"batch": batch, **measured(live, steps)}
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            row["refused"] = str(error).splitlines()[0]
+        live.recorder.close(state="finished")
+    said = row.get("refused") or (
+        f"{row['tokens_per_second']:,.0f} tokens/s, loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.4f}"
+    )
+    print(f"{name} {way}: {said}", flush=True)
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -187,10 +176,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     output = Path(os.environ.get("OUT", ".")) / "gpu_fp8.json"
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-    for model in chosen:
+    for model, way in itertools.product(chosen, ways):
         settings, batch = models[model]
-        rows += compare(model, settings, batch, steps, ways, compile)
-        if not parsed.small or "OUT" in os.environ:  # after each model: a session may be cut short
+        rows.append(compare(model, settings, batch, steps, way, compile))
+        if not parsed.small or "OUT" in os.environ:  # after each one: a session may be cut short
             output.write_text(json.dumps({"device": name, "torch": torch.__version__, "steps": steps, "rows": rows}))
     print(f"\n{name}, torch {torch.__version__}, {steps} steps, compile {compile}\n")
     print(table(rows))
