@@ -23,16 +23,21 @@ KNOWS: dict[str, set[str]] = {
     "parallel": set(),
     "checkpoint": {"parallel"},  # which rows of a tensor a rank holds, and so reads or gathers
     "faults": {"parallel", "record"},  # ranks agree on a stop through the world's store; the record has the request
-    "planner": {"models", "data", "parallel", "hardware", "checkpoint"},  # headers of pretrained weights
+    # Of checkpoint, the headers of pretrained weights; of record, numbers as people read them.
+    "planner": {"models", "data", "parallel", "hardware", "checkpoint", "record"},
     "training": {"record", "hardware", "models", "data", "parallel", "checkpoint", "faults", "planner"},
     "launcher": {"record", "hardware", "planner", "faults", "checkpoint"},  # of checkpoint, what needs no torch
     "cli": {"record", "hardware", "models", "data", "parallel", "checkpoint", "planner", "faults", "training"}
     | {"launcher"},
 }
-# The few ways up, each inside a function: a cluster knows how to find itself; a result builds its model and data,
-# which needs torch, while launching a run must not; an own loop that nobody launched makes its own attempt.
+# The few ways up, each inside a function: a cluster knows how to find itself, and what its names stand for; a profile
+# traces the model, loss and data that training would build; a result builds its model and data, which needs torch,
+# while launching a run must not; an own loop that nobody launched makes its own attempt.
 EXCEPTIONS = {
     ("schema/cluster.py", "hardware", "detect"),
+    ("schema/cluster.py", "hardware", "load"),
+    ("planner/profile/of_recipe.py", "training", "profile_of"),
+    ("planner/profile/of_recipe.py", "training", "__init__"),
     ("training/joining.py", "launcher", "join"),
     ("training/own_loop.py", "launcher", "start"),
     ("launcher/result.py", "training", "load_model"),
@@ -114,7 +119,7 @@ CLI_MODULES = [f"gradus.cli.{path.stem}" for path in sorted((SOURCE / "cli").glo
     "statement",
     [
         "import gradus",
-        "import gradus; gradus.Recipe, gradus.Cluster, gradus.Plan, gradus.plan, gradus.train",
+        "import gradus; gradus.Recipe, gradus.Cluster, gradus.Plan, gradus.plan, gradus.predict, gradus.train",
         f"import {', '.join(LAUNCHER_MODULES)}",
         f"import {', '.join(CLI_MODULES)}",
         "import gradus.planner.resolve, gradus.planner.defaults, gradus.planner.zero, gradus.parallel.support",

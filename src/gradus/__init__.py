@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from gradus.launcher.local import train
     from gradus.launcher.result import Result, load_run
     from gradus.planner.planning import plan
+    from gradus.planner.prediction import predict
     from gradus.record.table import Table
     from gradus.schema.cluster import Cluster
     from gradus.schema.errors import GradusError
@@ -18,7 +19,20 @@ if TYPE_CHECKING:
     from gradus.training.own_loop import Run
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "GradusError", "Hook", "Plan", "Recipe", "Result", "Run", "Table", "load_run", "plan", "train"]
+__all__ = [
+    "Cluster",
+    "GradusError",
+    "Hook",
+    "Plan",
+    "Recipe",
+    "Result",
+    "Run",
+    "Table",
+    "load_run",
+    "plan",
+    "predict",
+    "train",
+]
 
 _HOMES = {
     "Cluster": "gradus.schema.cluster",
@@ -31,6 +45,7 @@ _HOMES = {
     "Table": "gradus.record.table",
     "load_run": "gradus.launcher.result",
     "plan": "gradus.planner.planning",
+    "predict": "gradus.planner.prediction",
     "train": "gradus.launcher.local",
 }
 

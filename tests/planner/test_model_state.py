@@ -53,3 +53,8 @@ def test_what_is_offloaded_is_not_on_the_device() -> None:
 def test_momentum_is_half_of_adam() -> None:
     size = ModelSize(parameters=P, trained=P, optimizer_tensors=1)
     assert expected_state(size, Plan()).optimizer == 4 * P
+
+
+def test_stages_of_a_pipeline_let_go_of_no_gathered_parameters() -> None:
+    plan = Plan(mesh=Mesh(shard=4, pipeline=2), zero=3, precision="bf16", accumulate=4)
+    assert expected_state(SIZE, plan).parameters == 2 * P

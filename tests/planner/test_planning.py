@@ -7,16 +7,23 @@ from typing import Any
 import pytest
 
 import gradus
+from gradus.planner.defaults import default_plan
 from gradus.planner.layout_table import MOST_LINES, layout_document, layout_lines, layout_text, layout_words
-from gradus.planner.planning import site_for
-from gradus.schema.cluster import Cluster, GpuNumbers
-from gradus.schema.errors import InputError
+from gradus.planner.planning import plan_to_train, planned, site_for
+from gradus.planner.prediction import Predictor
+from gradus.planner.profile import request
+from gradus.planner.resolve import resolved
+from gradus.schema.cluster import Cluster, GpuNumbers, Links, Scheduler, Storage
+from gradus.schema.errors import GradusError, InputError, NoPlanFits
+from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.recipe import Recipe
 
 LAPTOP = Cluster(name="laptop", cpu_cores=8, memory_gib=16)
 GPU = GpuNumbers(name="NVIDIA H200", memory_gib=141, compute_capability=[9, 0])
-SITE = Cluster(name="site", nodes=4, gpus_per_node=8, gpu=GPU, cpu_cores=64, memory_gib=512)
+LINKS = Links(intra="NVLink 4", inter="InfiniBand NDR", nics_per_node=8)
+WIDE = {"use": "gpt", "layers": 8, "width": 1024, "heads": 8, "context": 1024}
+SITE = Cluster(name="site", nodes=4, gpus_per_node=8, gpu=GPU, cpu_cores=64, memory_gib=512, links=LINKS)
 
 
 def recipe(**plan: Any) -> Recipe:
@@ -33,18 +40,33 @@ def recipe(**plan: Any) -> Recipe:
     )
 
 
-def test_choices_have_a_plan_and_reasons():
-    [choice] = gradus.plan(recipe(), SITE, gpus=16)
-    assert choice.plan.mesh == Mesh(replicate=16)
-    assert choice.plan.precision == "bf16"
-    assert choice.reasons["mesh"] == "16 ranks, each with the whole model"
+def test_choices_have_a_plan_a_prediction_and_reasons():
+    choices = gradus.plan(recipe(), SITE, gpus=16)
+    best = choices[0]
+    assert best.plan.mesh == Mesh(replicate=16)
+    assert best.plan.precision == "bf16"
+    assert best.reasons["mesh"].startswith("16 ranks, each with the whole model: ")
+    assert best.prediction is not None
+    assert best.prediction.verdict == "fits"
+    assert best.prediction.limit_bytes == 141 * 2**30
+    seconds = [choice.prediction.step.total for choice in choices]
+    assert seconds[0] <= min(seconds) + max(0.03 * min(seconds), 0.001), "simplicity is worth no more"
+    assert all(choice.plan.mesh.world_size == 16 for choice in choices)
+    assert len({str(choice.plan) for choice in choices}) == len(choices) > 1
 
 
-def test_a_recipe_and_a_cluster_may_be_given_as_files(tmp_path):
+def test_a_recipe_and_a_cluster_may_be_given_as_files_and_the_fewest_gpus_that_fit_are_taken(tmp_path):
     (tmp_path / "recipe.yaml").write_text(recipe().to_yaml())
     (tmp_path / "site.yaml").write_text(SITE.to_yaml())
-    [choice] = gradus.plan(tmp_path / "recipe.yaml", str(tmp_path / "site.yaml"))
-    assert choice.plan.mesh == Mesh(replicate=32)
+    assert gradus.plan(tmp_path / "recipe.yaml", str(tmp_path / "site.yaml"))[0].plan.mesh == Mesh()
+
+
+def test_on_the_machine_at_hand_all_gpus_work(monkeypatch):
+    monkeypatch.setattr(Cluster, "detect", classmethod(lambda cls: SITE))
+    assert gradus.plan(recipe())[0].plan.mesh == Mesh(replicate=32)
+    shared = SITE.model_copy(update={"scheduler": Scheduler(kind="slurm")})
+    monkeypatch.setattr(Cluster, "detect", classmethod(lambda cls: shared))
+    assert gradus.plan(recipe())[0].plan.mesh == Mesh(), "a cluster that others use, too: the fewest that fit"
 
 
 def test_what_a_recipe_leaves_open_is_resolved_first():
@@ -92,8 +114,9 @@ def test_without_a_cluster_file_gpus_that_are_not_here_can_be_described(monkeypa
 
 
 def test_gpus_that_ranks_share_count_once():
-    [choice] = gradus.plan(recipe(ranks_per_gpu=2), SITE, gpus=4)
-    assert choice.plan.mesh == Mesh(replicate=8)
+    for choice in gradus.plan(recipe(ranks_per_gpu=2), SITE, gpus=4):
+        assert choice.plan.mesh.world_size == 8
+        assert choice.prediction.limit_bytes == 141 * 2**30 // 2
 
 
 def test_the_published_layout_is_shown_and_said():
@@ -185,3 +208,93 @@ def test_a_large_world_is_folded_and_says_so(mesh, note):
     assert note in text
     assert len(text.splitlines()) < MOST_LINES + 12
     assert sum(len(line["ranks"]) for line in layout_document(plan, 8)["lines"]) == 2048
+
+
+# --- a run that starts
+
+
+def untraceable(*_: object, **__: object) -> None:
+    raise GradusError("the model could not be traced: it reads the stars")
+
+
+def untouched(*_: object, **__: object) -> None:
+    raise AssertionError("nothing is to be traced")
+
+
+def test_a_run_on_gpus_gets_the_best_plan_and_keeps_what_is_fixed():
+    choice, notes = plan_to_train(resolved(recipe(micro_batch=2)), SITE, 8)
+    assert (choice.plan.mesh.world_size, choice.plan.micro_batch, notes) == (8, 2, [])
+    assert choice.prediction is not None
+
+
+def test_a_run_without_gpus_gets_the_plain_defaults_and_nothing_is_traced(monkeypatch):
+    monkeypatch.setattr(request, "profiles_for", untouched)
+    monkeypatch.setattr(Predictor, "trace", untouched)
+    choice, notes = plan_to_train(resolved(recipe()), LAPTOP, 2)
+    assert (choice, notes) == (default_plan(resolved(recipe()), LAPTOP, 2), [])
+
+
+def test_a_model_that_cannot_be_traced_gets_the_plain_defaults_with_a_note(monkeypatch):
+    monkeypatch.setattr(Predictor, "trace", untraceable)
+    choice, [note] = plan_to_train(resolved(recipe()), SITE, 8)
+    assert choice.plan.mesh == Mesh(replicate=8)
+    assert "it reads the stars" in note
+    found = planned(resolved(recipe()), SITE, 8)
+    assert (found.choices[0].plan.mesh, found.notes) == (Mesh(replicate=8), [note])
+
+
+SMALL = SITE.model_copy(update={"gpu": GpuNumbers(name="Small", memory_gib=0.3, compute_capability=[9, 0])})
+
+
+def test_a_run_that_cannot_fit_is_refused_unless_the_recipe_says_all_of_it():
+    with pytest.raises(NoPlanFits):
+        plan_to_train(resolved(recipe()), SMALL, 1)
+    told = recipe(mesh={"replicate": 1}, micro_batch=64, recompute="none")
+    choice, [note] = plan_to_train(resolved(told), SMALL, 1)
+    assert choice.plan.micro_batch == 64
+    assert note.startswith("started as the recipe says, although no plan fits")
+
+
+def test_what_is_said_to_fit_when_nothing_does_is_planned_then():
+    fixed = {"offload": "none", "activation_offload": False}
+    told = Recipe.from_document(recipe(**fixed).model_dump(exclude_unset=True) | {"model": WIDE})
+    tight = SITE.model_copy(update={"gpu": GpuNumbers(name="Small", memory_gib=2, compute_capability=[9, 0])})
+    with pytest.raises(NoPlanFits) as caught:
+        gradus.plan(told, tight, gpus=1)
+    [more] = [change for change in caught.value.details["changes"] if "gpus" in change]
+    assert gradus.plan(told, tight, gpus=more["gpus"])[0].prediction.verdict == "fits"
+
+
+def test_by_default_as_many_gpus_work_as_can_share_the_batch():
+    few = resolved(recipe().model_copy(update={"batch": 2}))
+    choice, _ = plan_to_train(few, SITE, None)
+    assert choice.plan.mesh.world_size == 2
+    assert choice.reasons["mesh"].startswith("2 of 32 GPUs: batch 2 cannot be split evenly over 3 to 32 ranks; ")
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(InputError, match="33 ranks need a GPU each, but site has 32"):
+        plan_to_train(resolved(recipe()), SITE, 33)
+
+
+def test_the_checkpoint_interval_is_the_one_that_loses_least_where_it_is_left_to_the_planner():
+    failing = SITE.model_copy(update={"failures_per_node_day": 0.5})
+    document = recipe().model_dump(exclude_unset=True) | {"checkpoint": {"every": "auto"}, "steps": 10_000_000}
+    [choice, *_] = gradus.plan(Recipe.from_document(document), failing, gpus=8)
+    assert choice.plan.checkpoint_every == f"{round(choice.prediction.budget.checkpoint_every_seconds)}s"
+    assert choice.reasons["checkpoint_every"] == "loses least at 0.5 failures of a node in a day"
+    slow = SITE.model_copy(update={"storage": Storage(gb_per_second=0.0001)})
+    [choice, *_] = gradus.plan(Recipe.from_document(document), slow, gpus=8)
+    every, takes = seconds_of(choice.plan.checkpoint_every), choice.prediction.budget.checkpoint_seconds
+    assert takes / (every + takes) == pytest.approx(0.05, rel=0.01), "where failures are not known"
+    assert gradus.plan(recipe(checkpoint_every=7), slow, gpus=8)[0].plan.checkpoint_every == 7
+
+
+def test_a_deadline_finds_the_number_of_gpus():
+    long = Recipe.from_document(recipe().model_dump(exclude_unset=True) | {"steps": 1_000_000, "model": WIDE})
+    alone = gradus.plan(long, SITE, gpus=1)[0].prediction.budget.seconds
+    [choice, *_] = gradus.plan(long, SITE, deadline=f"{round(alone / 1.5)}s")
+    assert choice.plan.mesh.world_size > 1
+    assert choice.prediction.budget.seconds <= alone / 1.5
+    with pytest.raises(NoPlanFits, match="--deadline"):
+        gradus.plan(long, SITE, deadline="1s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from training_cases import CLUSTER, recipe_for
 
 from gradus.parallel.world import alone
 from gradus.planner.defaults import default_plan
-from gradus.planner.fitting import GIB, Shortage
+from gradus.planner.fitting import GIB, Shortage, changes_that_fit
 from gradus.planner.model_state import ModelSize, ModelState
 from gradus.record.directory import RunDirectory
 from gradus.record.status import read_status
 from gradus.schema.errors import EXIT_DO_NOT_RESTART
 from gradus.schema.plan import Plan
+from gradus.schema.prediction import PREDICTION_FILE, MemoryPrediction, Prediction
 from gradus.training import live_run
 from gradus.training.live_run import LiveRun
 from gradus.training.loop import train
@@ -85,6 +87,39 @@ def test_it_is_told_where_and_what_was_held(tmp_path: Path, spoil: Callable[[Liv
     assert (held["gradients"] == parameters) == complete.get(where, False)
     assert (held["gradients"] > 0) == (where in complete)
     assert (held["optimizer"] > 2 * parameters) == (where == "an evaluation"), "Adam's state comes with the first step"
+
+
+def test_what_was_predicted_is_told_in_the_terms_of_the_plan(tmp_path: Path) -> None:
+    foreseen = Prediction(
+        memory=MemoryPrediction(parameters=GIB, optimizer=2 * GIB, activations=3 * GIB),
+        peak_at="backward of block 3",
+        limit_bytes=GIB,
+        memory_error=0.05,
+        step=None,
+        model_flops=1.0,
+        hardware_flops=1.0,
+        verdict="no",
+    )
+
+    def spoil(live: LiveRun) -> None:
+        folder = live.run.attempt_path(live.attempt)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PREDICTION_FILE).write_text(foreseen.to_json())
+        in_backward(live)
+
+    error = failed(tmp_path, spoil)
+    line = "  predicted for backward of block 3: 6 GiB (activations 3 GiB, optimizer 2 GiB, parameters 1 GiB)"
+    assert line in error.message.splitlines()
+    assert error.details["memory"]["predicted"]["activations"] == 3 * GIB
+
+
+def test_changes_reckon_with_the_activations_that_were_predicted() -> None:
+    """Memory ran out before they were all there."""
+    few = bert_shortage(limit_bytes=60 * GIB, used_bytes=38 * GIB, plan=Plan(precision="bf16", micro_batch=4))
+    many = replace(few, predicted=MemoryPrediction(activations=40 * GIB), predicted_at="loss")
+    assert [change.activation_bytes for change in changes_that_fit(few)[:1]] < [
+        change.activation_bytes for change in changes_that_fit(many)[:1]
+    ]
 
 
 def test_a_model_that_is_too_large_to_build_is_counted_without_memory(

@@ -69,20 +69,44 @@ def train(
 @app.command()
 def plan(
     recipe: Annotated[str, typer.Argument(help="A recipe.yaml.")],
-    cluster: Annotated[str | None, typer.Option("--cluster", help="A cluster file. Default: this machine.")] = None,
-    gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="N", help="Plan for N GPUs, or for 4x8: 4 nodes of 8.")
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="A cluster file, or a named cluster. Default: this machine.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", metavar="N", help="Plan for N GPUs, or for 4x8: 4 nodes of 8. Default: the fewest that fit."
+        ),
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", metavar="7d", help="Find the fewest GPUs that are done in time.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", help="Find the most GPUs for so much money, at the cluster's price.")
+    ] = None,
+    gpu_hours: Annotated[
+        float | None, typer.Option("--gpu-hours", help="Find the most GPUs that take no more GPU-hours.")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, max=10, help="Show at most so many plans.")] = 10,
     set_: SetOption = [],  # noqa: B006
     show_layout: Annotated[
         bool, typer.Option("--show-layout", help="Show node by node which rank holds which part.")
     ] = False,
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Also write a page with all plans and charts.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run a few steps here, and correct predictions by them.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Say how a recipe would be split over a cluster, and why. Nothing is started or written."""
-    from gradus.cli.plan import plan_command
+    """Say how a recipe would be split over a cluster, whether it fits, how long it takes, and why."""
+    from gradus.cli.plan import PlanOptions, plan_command
 
-    raise typer.Exit(run_command(lambda: plan_command(recipe, cluster, gpus, set_, show_layout, json), json))
+    options = PlanOptions(
+        recipe, cluster, gpus, deadline, budget, gpu_hours, top, tuple(set_), show_layout, html, measure, json
+    )
+    raise typer.Exit(run_command(lambda: plan_command(options), json))
 
 
 @app.command("runs")

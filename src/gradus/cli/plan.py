@@ -2,33 +2,84 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gradus.cli.output import print_json
+from gradus.cli.plan_display import show_plans
+from gradus.cli.plan_measure import calibrate, check_is_here
 from gradus.planner.defaults import Choice, ranks_on_a_node
+from gradus.planner.gpu_count import limits_of
 from gradus.planner.layout_table import layout_document, layout_text
+from gradus.planner.page import plan_page
 from gradus.planner.planning import planned, site_for
 from gradus.planner.resolve import resolved
 from gradus.schema.cluster import Cluster
+from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
 
 
-def plan_command(
-    recipe: str, cluster: str | None, gpus: str | None, overrides: list[str], show_layout: bool, as_json: bool
-) -> int:
-    site, count = site_for(cluster, gpus)
-    choices = planned(resolved(Recipe.load(recipe, overrides)), site, count)
-    if as_json:
-        print_json({"choices": [_document(choice, site, show_layout) for choice in choices], "refused": []})
+@dataclass(frozen=True)
+class PlanOptions:
+    """What was typed after `gradus plan`."""
+
+    recipe: str
+    cluster: str | None = None
+    gpus: str | None = None
+    deadline: str | None = None
+    budget: float | None = None
+    gpu_hours: float | None = None
+    top: int = 10
+    overrides: tuple[str, ...] = ()
+    show_layout: bool = False
+    html: str | None = None
+    measure: bool = False
+    as_json: bool = False
+
+
+def plan_command(options: PlanOptions) -> int:
+    recipe = resolved(Recipe.load(options.recipe, options.overrides))
+    site, count = site_for(options.cluster, options.gpus)
+    limits = limits_of(site, options.deadline, options.budget, options.gpu_hours)
+    at_hand = options.cluster is None
+    if options.measure:
+        check_is_here(site)
+    found = planned(recipe, site, count, at_hand=at_hand, limits=limits, most=options.top)
+    measured: dict[str, Any] = {}
+    if options.measure:
+        calibrated = calibrate(recipe, site, options.cluster, found.choices[0].plan)
+        print("\n".join(calibrated.text()), file=sys.stderr)
+        measured, site = {"calibration": calibrated.document()}, calibrated.cluster
+        found = planned(recipe, site, count, at_hand=at_hand, limits=limits, most=options.top)
+    choices, refused = found.choices, found.refused
+    if options.html is not None:
+        _write(options.html, plan_page(recipe.name, f"{recipe.model.use} on {site.name}", choices, refused))
+    if options.as_json:
+        documents = [_document(choice, site, options.show_layout) for choice in choices]
+        print_json({"choices": documents, "refused": refused, **measured})
         return 0
-    best = choices[0]
-    print(best.plan.to_yaml(best.reasons), end="")
-    if show_layout:
-        print("\n" + layout_text(best.plan, ranks_on_a_node(site, best.plan)))
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    show_plans(choices, refused)
+    if options.show_layout:
+        best = choices[0].plan
+        print("\n" + layout_text(best, ranks_on_a_node(site, best)))
     return 0
 
 
 def _document(choice: Choice, site: Cluster, show_layout: bool) -> dict[str, Any]:
+    prediction = choice.prediction.document() if choice.prediction is not None else None
     reasons = [{"field": field, "reason": reason} for field, reason in choice.reasons.items()]
     layout = {"layout": layout_document(choice.plan, ranks_on_a_node(site, choice.plan))} if show_layout else {}
-    return {"plan": choice.plan.model_dump(), "reasons": reasons, **layout}
+    return {"plan": choice.plan.model_dump(), "prediction": prediction, "reasons": reasons, **layout}
+
+
+def _write(file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"--html: {file} cannot be written: {error.strerror}", field="--html", found=file, allowed="a file to write"
+        ) from None

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
 import yaml
 
+_GROUPS = ("memory", "peak_tflops", "power", "chip", "matmul_tflops")  # of numbers with one source each
+
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, as quoted. `sources` says for memory, peak and power where the numbers come from."""
+    """One kind of GPU, as quoted. `sources` says for each group of numbers where they come from."""
 
     name: str
     driver_names: tuple[str, ...]
@@ -24,6 +26,10 @@ class Gpu:
     peak_tflops: Mapping[str, float]
     power_watts: float | None
     sources: Mapping[str, str]
+    multiprocessors: int | None = None  # streaming multiprocessors, or compute units
+    l2_mib: float | None = None
+    matmul_tflops: Mapping[str, float] = field(default_factory=dict)  # the most that large matrix products reached
+    also_called: tuple[str, ...] = ()  # other names that mean exactly this device
 
 
 @functools.cache
@@ -39,9 +45,15 @@ def find_gpu(name: str) -> Gpu | None:
     """
     wanted = _comparable(name)
     for gpu in all_gpus():
-        if wanted in {_comparable(known) for known in (gpu.name, *gpu.driver_names)}:
+        if wanted in {_comparable(known) for known in (gpu.name, *gpu.driver_names, *gpu.also_called)}:
             return gpu
     return None
+
+
+def gpus_named_like(name: str) -> list[Gpu]:
+    """The GPUs whose names begin with this one, as an "a100" that does not say which."""
+    begin = _comparable(name) + "-"
+    return [gpu for gpu in all_gpus() if (_comparable(gpu.name) + "-").startswith(begin)]
 
 
 def peak_flops(gpu: Gpu, precision: str) -> float | None:
@@ -51,14 +63,14 @@ def peak_flops(gpu: Gpu, precision: str) -> float | None:
 
 
 def _comparable(name: str) -> str:
-    # Drivers of different age say "Tesla", "NVIDIA" or neither, and vary case and separators.
-    brand_free = re.sub(r"\b(nvidia|amd|tesla|geforce|instinct)\b", "", name.lower())
-    return re.sub(r"[^a-z0-9]+", "-", brand_free).strip("-")
+    # Drivers of different age say "Tesla", "NVIDIA" or neither, and vary case and separators, as Slurm's types do.
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return "-".join(word for word in words if word not in ("", "nvidia", "amd", "tesla", "geforce", "instinct"))
 
 
 def _gpu(entry: Mapping[str, Any]) -> Gpu:
     capability = entry.get("compute_capability")
-    groups = {key: dict(entry[key]) for key in ("memory", "peak_tflops", "power") if key in entry}
+    groups = {key: dict(entry[key]) for key in _GROUPS if key in entry}
     sources = {key: group.pop("source") for key, group in groups.items()}
     return Gpu(
         name=entry["name"],
@@ -69,4 +81,8 @@ def _gpu(entry: Mapping[str, Any]) -> Gpu:
         peak_tflops=groups["peak_tflops"],
         power_watts=groups["power"]["watts"] if "power" in groups else None,
         sources=sources,
+        multiprocessors=groups.get("chip", {}).get("multiprocessors"),
+        l2_mib=groups.get("chip", {}).get("l2_mib"),
+        matmul_tflops=groups.get("matmul_tflops", {}),
+        also_called=tuple(entry.get("also_called", ())),
     )

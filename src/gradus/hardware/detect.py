@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradus.hardware.cgroup import cpu_quota, memory_limit
+from gradus.schema.cluster import GpuNumbers
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,15 @@ class DetectedGpu:
     memory_bytes: int
     compute_capability: tuple[int, int]
     uuid: str
+
+    @property
+    def numbers(self) -> GpuNumbers:
+        """In the terms of a cluster file."""
+        return GpuNumbers(
+            name=self.name,
+            memory_gib=round(self.memory_bytes / 2**30, 2),
+            compute_capability=list(self.compute_capability),
+        )
 
 
 @dataclass(frozen=True)

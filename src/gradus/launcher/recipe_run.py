@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from gradus.hardware.cluster import detect_cluster
 from gradus.launcher.attempt import Launch, claim_run, is_of_a_script, last_attempt, usable_machine, write_attempt
 from gradus.launcher.dry_run import folders_for_dry_run
 from gradus.launcher.script import COMMAND_FILE, Script
-from gradus.planner.defaults import default_plan
+from gradus.planner.defaults import Choice, default_plan
 from gradus.planner.resolve import prepare_data, resolved
 from gradus.planner.weights import check_weights
 from gradus.record.directory import RunDirectory
 from gradus.record.tensorboard import check_tensorboard_installed
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
+from gradus.schema.prediction import PREDICTION_FILE
 from gradus.schema.recipe import Recipe
 
 # What makes a run the same run. Everything else, the number of ranks included, may change when it goes on.
@@ -39,14 +41,28 @@ def prepare(
         check_tensorboard_installed()
     machine = usable_machine()
     cluster = cluster or detect_cluster(machine)
-    choice = default_plan(recipe, cluster, nproc)
+    choice = _chosen(recipe, cluster, nproc)
     prepare_data(recipe)
     made = folders_for_dry_run(runs) if dry_run else ()
     runs = made[0] if made else runs
     run, lock = claim_run(runs, recipe.name, run_id, resume, lambda run: _check_same_run(run, recipe))
     files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
+    if choice.prediction is not None:
+        files[PREDICTION_FILE] = choice.prediction.to_json()
     attempt = write_attempt(run, cluster, machine, files)
     return Launch(run, attempt, recipe, choice.plan.mesh.world_size, machine.cpu_cores, lock, made)
+
+
+def _chosen(recipe: Recipe, cluster: Cluster, nproc: int | None) -> Choice:
+    """The planner's best plan. Without GPUs the plain defaults, for which not even the planner is loaded."""
+    if not cluster.gpus_per_node:
+        return default_plan(recipe, cluster, nproc)
+    from gradus.planner.planning import plan_to_train
+
+    choice, notes = plan_to_train(recipe, cluster, nproc)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return choice
 
 
 def recipe_of(run: RunDirectory) -> Path:

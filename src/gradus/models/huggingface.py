@@ -158,6 +158,7 @@ def _configuration(transformers: Any, settings: HuggingFaceSettings) -> Any:
     kind = settings.config["model_type"]
     default = transformers.AutoConfig.for_model(kind)
     known = {*default.to_dict(), *type(default).attribute_map, "architectures", "num_labels", "torch_dtype"}
+    known |= {"decoder_start_token_id"}  # what a decoder begins with: configurations have it only where it is given
     known |= set(inspect.signature(type(default).__init__).parameters) - {"self", "kwargs"}
     for key in given:
         if key not in known:

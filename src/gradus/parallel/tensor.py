@@ -51,7 +51,7 @@ from gradus.parallel.world import World
 from gradus.schema.errors import InputError, nearest
 from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.patterns import matching
-from gradus.schema.plan import Plan
+from gradus.schema.plan import Mesh, Plan
 
 FIELD = "tensor_plan"
 SEQUENCE = Shard(1)
@@ -175,6 +175,17 @@ def apply_tensor(model: nn.Module, world: World, plan: Plan, tensor_plan: Mappin
     _tie_again(places)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trained[name])  # SequenceParallel forgets that a layer is frozen
+
+
+def divided_layers(model: nn.Module, tensor_plan: Mapping[str, str]) -> dict[str, str]:
+    """The layers that a tensor group would divide, and how; none where nothing says so."""
+    plan = Plan(mesh=Mesh(tensor=2))
+    try:
+        return _style_of_layers(model, plan, tensor_plan)
+    except InputError:
+        if tensor_plan:
+            raise
+        return {}
 
 
 def part_of_sequence(model: nn.Module, world: World) -> tuple[int, int]:

@@ -12,9 +12,11 @@ from gradus.parallel.case import Case
 from gradus.parallel.support import check_supported
 from gradus.planner.batch_split import split_batch
 from gradus.planner.model_facts import facts_of
-from gradus.schema.cluster import Cluster, GpuNumbers
+from gradus.planner.profile.request import capability_of
+from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
+from gradus.schema.prediction import Prediction
 from gradus.schema.recipe import Recipe
 
 MOST_WORKERS = 4
@@ -24,10 +26,11 @@ Chosen = tuple[Any, str]  # a value, and why
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan and, for each of its fields, the reason."""
+    """A plan, for each of its fields the reason, and what is predicted of it, if its model could be looked into."""
 
     plan: Plan
     reasons: dict[str, str]
+    prediction: Prediction | None = None
 
 
 def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
@@ -35,18 +38,18 @@ def default_world_size(recipe: Recipe, cluster: Cluster) -> int:
     if "mesh" in recipe.plan.fixed:
         return recipe.plan.mesh.world_size
     shares = recipe.batch // math.prod(_fixed_split(recipe).values())
-    return next((ranks for ranks in range(_room(recipe, cluster), 0, -1) if shares % ranks == 0), 1)
+    return next((ranks for ranks in range(room_for(recipe, cluster), 0, -1) if shares % ranks == 0), 1)
 
 
 def default_plan(recipe: Recipe, cluster: Cluster, nproc: int | None = None, *, own_loop: bool = False) -> Choice:
     """The plan for this many ranks, or for as many as suit; what cannot be is refused with the numbers."""
     world_size = nproc or default_world_size(recipe, cluster)
     with recipe.blamed():
-        _check_ranks(recipe, cluster, world_size, nproc)
+        check_ranks(recipe, cluster, world_size, nproc)
         choice = _default_plan(recipe, cluster, world_size, own_loop)
-    room = _room(recipe, cluster)
+    room = room_for(recipe, cluster)
     if nproc is None and "mesh" not in recipe.plan.fixed and world_size < room:
-        return Choice(choice.plan, choice.reasons | {"mesh": _why_not_all(recipe, room, world_size)})
+        return Choice(choice.plan, choice.reasons | {"mesh": why_not_all(recipe, room, world_size)})
     return choice
 
 
@@ -57,7 +60,7 @@ def ranks_on_a_node(cluster: Cluster, plan: Plan) -> int:
     return -(-plan.mesh.world_size // cluster.nodes)
 
 
-def _room(recipe: Recipe, cluster: Cluster) -> int:
+def room_for(recipe: Recipe, cluster: Cluster) -> int:
     """How many ranks the GPUs take; 0 where there are none, and the CPU takes any number."""
     return cluster.nodes * cluster.gpus_per_node * recipe.plan.ranks_per_gpu
 
@@ -67,15 +70,16 @@ def _fixed_split(recipe: Recipe) -> dict[str, int]:
     return {name: getattr(recipe.plan, name) for name in ("micro_batch", "accumulate") if name in recipe.plan.fixed}
 
 
-def _why_not_all(recipe: Recipe, room: int, ranks: int) -> str:
+def why_not_all(recipe: Recipe, room: int, ranks: int) -> str:
     refused = {1: f"{room}", 2: f"{room - 1} or {room}"}.get(room - ranks, f"{ranks + 1} to {room}")
     fixed = "".join(f", {name} {value}" for name, value in _fixed_split(recipe).items())
     places = "GPUs" if recipe.plan.ranks_per_gpu == 1 else f"places on GPUs ({recipe.plan.ranks_per_gpu} on each)"
     return f"{ranks} of {room} {places}: batch {recipe.batch}{fixed} cannot be split evenly over {refused} ranks"
 
 
-def _check_ranks(recipe: Recipe, cluster: Cluster, world_size: int, nproc: int | None) -> None:
-    room = _room(recipe, cluster)
+def check_ranks(recipe: Recipe, cluster: Cluster, world_size: int, nproc: int | None) -> None:
+    """Refuse more ranks than the GPUs take."""
+    room = room_for(recipe, cluster)
     if room and world_size > room:
         field = "--nproc" if nproc else "plan.mesh"
         gpus, shared = cluster.nodes * cluster.gpus_per_node, recipe.plan.ranks_per_gpu
@@ -94,10 +98,6 @@ def _check_ranks(recipe: Recipe, cluster: Cluster, world_size: int, nproc: int |
 
 def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int, own_loop: bool) -> Choice:
     fixed = {name: getattr(recipe.plan, name) for name in recipe.plan.fixed}
-    gpus = cluster.gpus_per_node > 0
-    capability = _capability(cluster)
-    model = facts_of(recipe)
-
     mesh, why = (fixed["mesh"], "") if "mesh" in fixed else _mesh(world_size, fixed.get("zero", 0))
     mesh.check(world_size)
     chosen: dict[str, Chosen] = {"mesh": (mesh, why)}
@@ -108,14 +108,38 @@ def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int, own_loop: b
         chosen["stages_per_rank"] = _stages_per_rank(schedule)
     stages: int = fixed.get("stages_per_rank") or chosen.get("stages_per_rank", (1, ""))[0]
     chosen["micro_batch"], chosen["accumulate"] = split_batch(recipe.batch, mesh, schedule, stages, fixed)
-    chosen["precision"] = _precision(cluster, capability, mesh.pipeline > 1)
-    precision = fixed.get("precision", chosen["precision"][0])
-    chosen["compile"] = _compile(gpus, mesh.pipeline > 1 and schedule == "zero-bubble")
-    zero: int = fixed["zero"] if "zero" in fixed else chosen["zero"][0]
-    sharded = Plan(mesh=mesh, zero=zero).sharded
-    chosen["channels_last"] = _channels_last(recipe, gpus and precision in ("bf16", "fp16", "tf32"), sharded)
+    split = {name: value for name, (value, _) in chosen.items()} | fixed
+    chosen |= surroundings(recipe, cluster, Plan(**split))
+
+    values = {name: value for name, (value, _) in chosen.items()} | fixed
+    if values["checkpoint_every"] == "auto":
+        values["checkpoint_every"] = "10m"
+    plan = Plan(**values)
+    plan.check(recipe.batch, world_size)
+    check_supported(case_of(recipe, cluster, plan, own_loop))
+    return Choice(plan, reasons_of(chosen, recipe))
+
+
+def reasons_of(chosen: dict[str, Chosen], recipe: Recipe) -> dict[str, str]:
+    return {name: why for name, (_, why) in chosen.items()} | dict.fromkeys(recipe.plan.fixed, "fixed by the recipe")
+
+
+def case_of(recipe: Recipe, cluster: Cluster, plan: Plan, own_loop: bool = False) -> Case:
+    gpus = cluster.gpus_per_node > 0
+    return Case(recipe, plan, facts_of(recipe), gpus, cluster.gpu_name, capability_of(cluster), own_loop)
+
+
+def surroundings(recipe: Recipe, cluster: Cluster, split: Plan) -> dict[str, Chosen]:
+    """What does not cut up the work but follows from how it is cut, from the model and from the machine."""
+    fixed, mesh, gpus = recipe.plan.fixed, split.mesh, cluster.gpus_per_node > 0
+    pipeline = mesh.pipeline > 1
+    chosen: dict[str, Chosen] = {"precision": _precision(cluster, capability_of(cluster), pipeline)}
+    precision = recipe.plan.precision if "precision" in fixed else chosen["precision"][0]
+    chosen["compile"] = _compile(gpus, pipeline and split.pipeline_schedule == "zero-bubble")
+    tensor_cores = gpus and precision in ("bf16", "fp16", "tf32")
+    chosen["channels_last"] = _channels_last(recipe, tensor_cores, split.sharded)
     on_a_node = ranks_on_a_node(cluster, Plan(mesh=mesh, ranks_per_gpu=recipe.plan.ranks_per_gpu))
-    cores = max(1, cluster.cpu_cores // min(on_a_node, world_size))
+    cores = max(1, cluster.cpu_cores // min(on_a_node, mesh.world_size))
     workers = min(MOST_WORKERS, cores - 1)
     chosen["workers"] = (
         workers,
@@ -123,15 +147,7 @@ def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int, own_loop: b
     )
     every = recipe.checkpoint.every
     chosen["checkpoint_every"] = (every, "from the recipe") if every not in (None, "auto") else ("10m", "default")
-
-    values = {name: value for name, (value, _) in chosen.items()} | fixed
-    if values["checkpoint_every"] == "auto":
-        values["checkpoint_every"] = "10m"
-    plan = Plan(**values)
-    plan.check(recipe.batch, world_size)
-    check_supported(Case(recipe, plan, model, gpus, cluster.gpu_name, capability, own_loop))
-    reasons = {name: why for name, (_, why) in chosen.items()} | dict.fromkeys(fixed, "fixed by the recipe")
-    return Choice(plan, reasons)
+    return chosen
 
 
 def _mesh(world_size: int, zero: int) -> Chosen:
@@ -172,15 +188,6 @@ def _channels_last(recipe: Recipe, tensor_cores: bool, sharded: bool) -> Chosen:
     if sharded:
         return False, "FSDP2 divides only weights that lie in memory row by row"
     return tensor_cores, "the layout of tensor-core convolutions" if tensor_cores else "no tensor cores in use"
-
-
-def _capability(cluster: Cluster) -> tuple[int, int] | None:
-    """The compute capability of the GPUs, from the cluster or the catalogue; None where neither knows."""
-    given = cluster.gpu.compute_capability if isinstance(cluster.gpu, GpuNumbers) else None
-    if given is not None:
-        return given[0], given[1]
-    known = find_gpu(cluster.gpu_name) if cluster.gpu_name else None
-    return known.compute_capability if known else None
 
 
 def _precision(cluster: Cluster, capability: tuple[int, int] | None, in_stages: bool) -> Chosen:

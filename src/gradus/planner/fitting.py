@@ -8,6 +8,7 @@ from typing import Any
 
 from gradus.planner.model_state import ModelSize, ModelState, expected_state
 from gradus.schema.plan import Plan, Precision
+from gradus.schema.prediction import MemoryPrediction
 
 MOST_RANKS = 1024  # among which sharding is looked for
 MOST_CHANGES = 5  # that are told
@@ -30,11 +31,20 @@ class Shortage:
     allows_bf16: bool = True  # the device does
     others_bytes: int = 0  # that other processes hold on the device
     fixed: frozenset[str] = frozenset()  # fields of the plan that the recipe gives, and nobody else changes
+    predicted: MemoryPrediction | None = None  # for the worst moment of a step, before the run began
+    predicted_at: str = ""  # that moment
 
     @property
     def rest_bytes(self) -> int:
         """Activations, and buffers of all kinds."""
         return max(0, self.used_bytes - self.held.total) if self.used_bytes is not None else 0
+
+    @property
+    def activation_bytes(self) -> int:
+        """Activations and buffers of a whole step: what was predicted, but at least what was there."""
+        found = self.predicted
+        foreseen = found.activations + found.logits + found.communication if found is not None else 0
+        return max(self.rest_bytes, foreseen)
 
     @property
     def expected(self) -> ModelState | None:
@@ -56,7 +66,7 @@ class Change:
     ranks: int
     why: str
     state: ModelState
-    activation_bytes: int  # as far as they had come when memory ran out: at least so many
+    activation_bytes: int  # as predicted, or as far as they had come when memory ran out: at least so many
 
     @property
     def total_bytes(self) -> int:
@@ -191,7 +201,7 @@ def _changed(shortage: Shortage, values: dict[str, Any], why: str) -> Change:
     split = {"micro_batch": micro_batch, "accumulate": share // micro_batch}
     plain = {key: value for key, value in values.items() if key != "mesh.shard"}
     new = plan.model_copy(update={**split, **plain, "mesh": mesh})
-    activations = shortage.rest_bytes * micro_batch / plan.micro_batch
+    activations = shortage.activation_bytes * micro_batch / plan.micro_batch
     if new.precision == "bf16" != plan.precision:
         activations /= 2
     keys: dict[str, object] = {f"plan.{key}": v for key, v in values.items() if _differs(plan, key, v)}

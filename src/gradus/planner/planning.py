@@ -1,33 +1,229 @@
-"""Planning: the plans for a recipe on a cluster, best first. For now that is one: the plain defaults."""
+"""Planning: the plans for a recipe on a cluster, best first, each with its prediction and its reasons."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gradus.planner.defaults import Choice, default_plan
+from gradus.planner.candidates import Space, meshes, space_of
+from gradus.planner.defaults import Choice, check_ranks, default_plan, default_world_size, room_for, why_not_all
+from gradus.planner.gpu_count import NO_LIMITS, Limits, counts, fewest, limits_of, within
+from gradus.planner.nothing_fits import nothing_fits
+from gradus.planner.prediction import Predictor
+from gradus.planner.reasons import gib, reasons, refused
 from gradus.planner.resolve import resolved
+from gradus.planner.search import MOST_CHOICES, Found, Outcome, search
 from gradus.schema.cluster import Cluster
-from gradus.schema.errors import InputError
-from gradus.schema.recipe import Recipe
+from gradus.schema.errors import GradusError, InputError, NoPlanFits
+from gradus.schema.intervals import seconds_of
+from gradus.schema.prediction import BudgetPrediction
+from gradus.schema.recipe import OWN, Recipe
+
+CHECKPOINT_SHARE = 0.05  # of the time that may go into checkpoints, where nothing says how often nodes fail
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What `gradus plan` shows."""
+
+    choices: list[Choice]
+    refused: list[dict[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def plan(
-    recipe: Recipe | str | Path, cluster: Cluster | str | Path | None = None, gpus: int | str | None = None
+    recipe: Recipe | str | Path,
+    cluster: Cluster | str | Path | None = None,
+    gpus: int | str | None = None,
+    *,
+    deadline: str | None = None,
+    budget: float | None = None,
+    gpu_hours: float | None = None,
 ) -> list[Choice]:
-    """Ranked choices, each with `.plan` and `.reasons`. Nothing is written, and the cluster need not be at hand.
+    """Ranked choices, each with `.plan`, `.prediction` and `.reasons`. Nothing is written or started.
 
-    `cluster` is this machine unless it is given, as a Cluster, a name or a path. `gpus` is how many of its GPUs to plan
-    for (ranks, where it has none), or `"4x8"`: 4 nodes of 8.
+    `cluster` is this machine unless it is given, as a Cluster, a name or a path; it need not be at hand. `gpus` is how
+    many of its GPUs to plan for (ranks, where it has none), or `"4x8"`: 4 nodes of 8. Without it, on this machine that
+    is all that can share the batch, on a cluster that is named the fewest on which the recipe fits, or the best number
+    under a `deadline` such as `"7d"`, a `budget` of money, or `gpu_hours`.
     """
     recipe = resolved(recipe if isinstance(recipe, Recipe) else Recipe.load(recipe))
-    return planned(recipe, *site_for(cluster, gpus))
+    site, count = site_for(cluster, gpus)
+    limits = limits_of(site, deadline, budget, gpu_hours)
+    return planned(recipe, site, count, at_hand=cluster is None, limits=limits).choices
 
 
-def planned(recipe: Recipe, site: Cluster, gpus: int | None) -> list[Choice]:
+def planned(
+    recipe: Recipe,
+    site: Cluster,
+    gpus: int | None,
+    *,
+    at_hand: bool = True,
+    limits: Limits = NO_LIMITS,
+    most: int = MOST_CHOICES,
+) -> Planned:
     """The choices for a resolved recipe on so many GPUs of a site (ranks, where it has none), or as many as suit."""
+    question = Question(recipe, Predictor(recipe, site))
     per_gpu = recipe.plan.ranks_per_gpu if site.gpus_per_node else 1
-    return [default_plan(recipe, site, gpus * per_gpu if gpus else None)]
+    ranks = gpus * per_gpu if gpus else None
+    if "mesh" in recipe.plan.fixed or not question.searchable:
+        default_plan(recipe, site, ranks)  # what cannot be is refused before anything is traced
+    if recipe.model.use == OWN:
+        return Planned([default_plan(recipe, site, ranks)])
+    try:
+        question.predictor.trace()
+    except InputError:
+        raise
+    except GradusError as problem:
+        return Planned([default_plan(recipe, site, ranks)], notes=[_untraced(problem)])
+    if not question.searchable:
+        choice = default_plan(recipe, site, ranks)
+        return Planned([replace(choice, prediction=question.predictor.prediction(choice.plan))])
+    if ranks is None and limits.given:
+        ranks = question.ranks_within(limits)
+    elif ranks is None and "mesh" not in recipe.plan.fixed and not (at_hand and site.scheduler.kind == "local"):
+        ranks = question.fewest_ranks()  # of a cluster that others use, too
+    return question.answer(ranks, most)
+
+
+def plan_to_train(recipe: Recipe, cluster: Cluster, nproc: int | None) -> tuple[Choice, list[str]]:
+    """The plan of a run that is about to start here, and what there is to say about it.
+
+    Without GPUs nothing is traced: the plain defaults. A model that cannot be traced gets them too.
+    """
+    question = Question(recipe, Predictor(recipe, cluster))
+    if "mesh" in recipe.plan.fixed or not question.searchable:
+        plain = default_plan(recipe, cluster, nproc)
+        if not question.searchable:
+            return plain, []
+    try:
+        question.predictor.trace()
+    except GradusError as problem:
+        return default_plan(recipe, cluster, nproc), [_untraced(problem)]
+    try:
+        found = question.answer(nproc, 1)
+    except NoPlanFits as problem:
+        told = {"mesh", "recompute"} <= recipe.plan.fixed and {"micro_batch", "accumulate"} & recipe.plan.fixed
+        if not told:
+            raise
+        # Who says all of this means it, and a prediction does not forbid it.
+        return default_plan(recipe, cluster, nproc), [f"started as the recipe says, although {problem.message}"]
+    return found.choices[0], found.notes
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which plans are best for a recipe on a cluster, for this or that number of ranks."""
+
+    recipe: Recipe
+    predictor: Predictor
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.predictor.cluster
+
+    @property
+    def searchable(self) -> bool:
+        """Whether there is something to choose by: GPUs with a known memory, and a model that is named."""
+        known = self.cluster.gpus_per_node > 0 and self.predictor.limit_bytes is not None
+        return known and self.recipe.model.use != OWN
+
+    def space(self, ranks: int) -> Space:
+        return space_of(self.recipe, self.cluster, ranks, self.predictor.trace())
+
+    def answer(self, asked: int | None, most: int) -> Planned:
+        """The best plans for so many ranks; for None, for as many as can share the batch."""
+        ranks = asked or default_world_size(self.recipe, self.cluster)
+        with self.recipe.blamed():
+            check_ranks(self.recipe, self.cluster, ranks, asked)
+        found = self.found(ranks, most)
+        room = room_for(self.recipe, self.cluster)
+        if asked is None and ranks < room and found.considered and not found.ranked:
+            ranks, found = room, self.found(room, most)  # too many to share the batch, but they can share the model
+        if not found.considered:
+            choice = default_plan(self.recipe, self.cluster, ranks)  # which mostly says what is wrong
+            return Planned([replace(choice, prediction=self.predictor.prediction(choice.plan))])
+        space = self.space(ranks)
+        if not found.ranked:
+            raise nothing_fits(space, found, self.predictor, self.asked_anew)
+        choices = [self._choice(outcome, found, space) for outcome in found.ranked]
+        if asked is None and "mesh" not in self.recipe.plan.fixed and ranks < room:
+            why = why_not_all(self.recipe, room, ranks)
+            choices = [replace(c, reasons=c.reasons | {"mesh": f"{why}; {c.reasons['mesh']}"}) for c in choices]
+        return Planned(choices, refused(found, space, self.predictor), self._notes(choices[0]))
+
+    def _choice(self, outcome: Outcome, found: Found, space: Space) -> Choice:
+        why = reasons(outcome, found, space, self.predictor)
+        return self._with_interval(Choice(outcome.plan, why, self.predictor.prediction(outcome.plan)))
+
+    def _notes(self, best: Choice) -> list[str]:
+        notes, foreseen = list(self.predictor.trace().notes), best.prediction
+        if foreseen is not None and foreseen.verdict == "tight" and foreseen.limit_bytes is not None:
+            needs, has = gib(foreseen.memory.peak), gib(foreseen.limit_bytes)
+            notes.append(f"memory is tight: {needs} of {has} predicted, give or take {foreseen.memory_error:.0%}")
+        return notes
+
+    def _with_interval(self, choice: Choice) -> Choice:
+        """Unless the recipe says it, the interval between checkpoints that loses least to failures.
+
+        Where it is not known how often nodes fail, the default, but no more often than a checkpoint is worth.
+        """
+        budget = choice.prediction.budget if choice.prediction else None
+        said = self.recipe.checkpoint.every, self.recipe.plan.checkpoint_every
+        fixed = "checkpoint_every" in self.recipe.plan.fixed and said[1] != "auto"
+        if fixed or said[0] not in (None, "auto") or budget is None or budget.checkpoint_seconds is None:
+            return choice
+        if budget.checkpoint_every_seconds is not None:
+            every = budget.checkpoint_every_seconds
+            if every >= budget.seconds:  # the run is over before
+                return choice
+            why = f"loses least at {self.cluster.failures_per_node_day:g} failures of a node in a day"
+        else:
+            every = budget.checkpoint_seconds * (1 / CHECKPOINT_SHARE - 1)
+            why = f"a checkpoint takes {budget.checkpoint_seconds:.0f} s: {CHECKPOINT_SHARE:.0%} of the time"
+            if every <= seconds_of(str(choice.plan.checkpoint_every)):  # the default: a time
+                return choice
+        plan = choice.plan.model_copy(update={"checkpoint_every": f"{max(1, round(every))}s"})
+        return replace(choice, plan=plan, reasons=choice.reasons | {"checkpoint_every": why})
+
+    def found(self, ranks: int, most: int = MOST_CHOICES) -> Found:
+        return search(self.space(ranks), self.predictor, most)
+
+    def asked_anew(self, recipe: Recipe, ranks: int) -> tuple[Space, Predictor]:
+        """The same for another recipe, or for other ranks, if need be on a larger cluster of the same kind."""
+        per_node = self.cluster.gpus_per_node * recipe.plan.ranks_per_gpu
+        nodes = max(self.cluster.nodes, -(-ranks // per_node))
+        cluster = self.cluster.model_copy(update={"nodes": nodes})
+        predictor = Predictor(recipe, cluster)
+        return space_of(recipe, cluster, ranks, predictor.trace()), predictor
+
+    # --- how many
+
+    @property
+    def _counts(self) -> list[int]:
+        return counts(self.cluster)
+
+    def _ranks(self, gpus: int) -> int:
+        return gpus * self.recipe.plan.ranks_per_gpu
+
+    def fewest_ranks(self) -> int:
+        """The fewest on which something fits; where nothing does, all of them, which is then refused."""
+        gpus = fewest(lambda n: self.space(self._ranks(n)), self.predictor, self._counts)
+        return self._ranks(gpus if gpus is not None else self._counts[-1])
+
+    def ranks_within(self, limits: Limits) -> int:
+        ranks = self.fewest_ranks()
+        choices = [n for n in self._counts if self._ranks(n) >= ranks and meshes(self.space(self._ranks(n)))]
+        return self._ranks(within(limits, choices, self._budget, self.cluster)) if choices else ranks
+
+    def _budget(self, gpus: int) -> BudgetPrediction | None:
+        found = self.found(self._ranks(gpus), 1)
+        return self.predictor.prediction(found.ranked[0].plan).budget if found.ranked else None
+
+
+def _untraced(problem: GradusError) -> str:
+    return f"the plan is the plain default, and nothing is predicted: {problem.message}"
 
 
 def site_for(cluster: Cluster | str | Path | None, gpus: int | str | None) -> tuple[Cluster, int | None]:

@@ -62,9 +62,13 @@ class DoNotRestart(GradusError):
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that `name` was probably meant to be."""
-    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
-    return close[0] if close else None
+    """The allowed name that `name` was probably meant to be, whatever its case; of long names, a beginning will do."""
+    written = {candidate.lower(): candidate for candidate in allowed}
+    wanted = name.lower()
+    close = difflib.get_close_matches(wanted, list(written), n=1, cutoff=0.6)
+    if not close and len(wanted) >= 3:
+        close = [candidate for candidate in sorted(written) if candidate.startswith(wanted)]
+    return written[close[0]] if close else None
 
 
 def unknown_name(

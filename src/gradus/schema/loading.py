@@ -145,12 +145,14 @@ _ALLOWED = {
     "model_attributes_type": "a mapping of keys to values",
     "finite_number": "a finite number",
 }
-_UNION_MEMBERS = ("str", "GpuNumbers")
+_UNION_MEMBERS = ("str", "GpuNumbers", "LinkNumbers", "[key]")  # and keys of mappings
 _BOUNDS = {
     "greater_than": ("gt", "more than"),
     "greater_than_equal": ("ge", "at least"),
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
+    "too_short": ("min_length", "a list as long as"),
+    "too_long": ("max_length", "a list as long as"),
 }
 
 

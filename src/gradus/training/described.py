@@ -140,6 +140,19 @@ def described_as(
     )
 
 
+def outlined_model(recipe: Recipe, dtype: torch.dtype) -> tuple[nn.Module, str | None]:
+    """The model without values, as it would be trained: with its adapters and what is frozen, on the meta device.
+
+    A user's own that cannot be built there is built in host memory; then the second is why.
+    """
+    bare = as_constructed(recipe)
+    if is_reference(recipe):
+        with torch.device("meta"):
+            return _adapted(recipe, constructed(bare, dtype)), None
+    empty, problem = _without_memory(bare, dtype)
+    return _adapted(recipe, constructed(bare, dtype) if empty is None else empty), problem or None
+
+
 def as_constructed(recipe: Recipe) -> Recipe:
     """The recipe of the bare model: neither pretrained nor with adapters, and nothing frozen."""
     bare = recipe.model.model_copy(update={"weights": None, "weights_skip": []})

@@ -32,6 +32,7 @@ from gradus.parallel.shard import let_go
 from gradus.parallel.support import accumulated_statistics
 from gradus.parallel.wiring import Wiring
 from gradus.parallel.world import World, alone
+from gradus.planner.budget import length_of
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
 from gradus.schema.errors import InputError
@@ -132,7 +133,9 @@ class LiveRun:
         self.tokens_per_sample = source.tokens_per_sample if source else None
         self.tokenizer_hash = getattr(source, "tokenizer_hash", None)
         check_model_fits_data(recipe, source.vocabulary if source else None, source.classes if source else None)
-        self.total_samples, self.total_steps = self._budget(data.length)
+        length = length_of(recipe, data.length, self.tokens_per_sample)
+        assert length is not None, "the dataset is there"
+        self.total_samples, self.total_steps = length.samples, length.steps
         self.loader = self._loader(data, recipe.batch, self.total_samples, self.plan.accumulate, recipe.seed)
 
     def use_model(
@@ -304,24 +307,6 @@ class LiveRun:
                     hint="the model and data callables must return the same on every rank",
                     found=values,
                 )
-
-    def _budget(self, length: int) -> tuple[int, int]:
-        """Samples and steps of the whole run."""
-        recipe = self.recipe
-        if recipe.steps is not None:
-            return recipe.steps * recipe.batch, recipe.steps
-        if recipe.epochs is not None:
-            samples = max(1, round(recipe.epochs * length))
-            return samples, math.ceil(samples / recipe.batch)
-        assert recipe.tokens is not None, "the recipe was checked"
-        if not self.tokens_per_sample:
-            raise InputError(
-                f"tokens: {recipe.data.use} has no tokens to count",
-                hint="give the budget in steps or epochs",
-                field="tokens",
-            )
-        steps = math.ceil(recipe.tokens / (recipe.batch * self.tokens_per_sample))
-        return steps * recipe.batch, steps
 
     def _loader(self, data: Indexed, batch: int, total: int, accumulate: int, seed: int) -> Loader:
         slices = Slices(

@@ -21,6 +21,7 @@ from gradus.planner.fitting import Change, Shortage, binding_term, changes_that_
 from gradus.planner.model_state import ModelSize, ModelState
 from gradus.record.format import bytes_text
 from gradus.schema.errors import DoNotRestart
+from gradus.schema.prediction import PREDICTION_FILE, Prediction
 from gradus.training.memory import memory_of, size_of
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def told(shortage: Shortage) -> OutOfMemory:
             "gradients": shortage.held.gradients,
             "optimizer": shortage.held.optimizer,
             "rest": shortage.rest_bytes,
+            **({"predicted": shortage.predicted.model_dump()} if shortage.predicted is not None else {}),
         },
         changes=[change.document() for change in changes],
     )
@@ -107,6 +109,7 @@ def _lines(shortage: Shortage, changes: list[Change]) -> Iterator[str]:
     facts += [shortage.limit] if shortage.limit else []
     yield f"out of memory in {shortage.where}" + (f": {', '.join(facts)}" if facts else "")
     yield from _table(shortage)
+    yield from _foreseen(shortage)
     if shortage.others_bytes > _OTHERS_WORTH_TELLING:
         yield f"  other processes hold {bytes_text(shortage.others_bytes)} of this GPU"
     yield f"what binds: {_verdict(shortage)}"
@@ -133,6 +136,17 @@ def _table(shortage: Shortage) -> Iterator[str]:
         rows[0] = (*rows[0][:2], f" ({shortage.size.parameters:,}, {shortage.size.trained:,} of them trained)")
     for name, size, note in rows:
         yield f"  {name:<26}{bytes_text(size):>10}{note}"
+
+
+def _foreseen(shortage: Shortage) -> Iterator[str]:
+    """What was predicted for the worst moment, in the terms of `gradus plan`, the largest first."""
+    found = shortage.predicted
+    if found is None:
+        return
+    kinds = {name: getattr(found, name) for name in type(found).model_fields}
+    parts = sorted((name for name in kinds if kinds[name] > 0), key=lambda name: -kinds[name])
+    said = ", ".join(f"{name.replace('_', ' ')} {bytes_text(kinds[name])}" for name in parts)
+    yield f"  predicted for {shortage.predicted_at}: {bytes_text(found.peak)} ({said})"
 
 
 def _to_come(now: int, expected: int | None) -> str:
@@ -180,6 +194,7 @@ def _shortage(error: BaseException, live: LiveRun) -> Shortage:
     )
     on_gpu = device.type == "cuda"
     limit_bytes, limit = _limit(live)
+    foreseen = _prediction(live)
     return Shortage(
         where=_where(error),
         plan=plan,
@@ -193,7 +208,17 @@ def _shortage(error: BaseException, live: LiveRun) -> Shortage:
         allows_bf16=not on_gpu or torch.cuda.get_device_capability(device) >= (8, 0),
         others_bytes=_held_by_others(device) if on_gpu else 0,
         fixed=live.recipe.plan.fixed,
+        predicted=foreseen.memory if foreseen is not None else None,
+        predicted_at=foreseen.peak_at if foreseen is not None else "",
     )
+
+
+def _prediction(live: LiveRun) -> Prediction | None:
+    """As the launcher left it. Nothing about it may stand in the way of the error that is being told."""
+    try:
+        return Prediction.load(live.run.attempt_path(live.attempt) / PREDICTION_FILE)
+    except (OSError, ValueError, KeyError, AttributeError):
+        return None
 
 
 def _limit(live: LiveRun) -> tuple[int | None, str]:

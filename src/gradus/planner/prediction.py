@@ -1,0 +1,226 @@
+"""Prediction: what a plan would need and how fast it would be: memory, time and the whole run, put together. No torch.
+
+Recipe ── traced ──▶ profile ── plan, cluster ──▶ memory of a rank, seconds of a step ──▶ the whole run
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+from gradus.hardware.cluster import gpu_of
+from gradus.planner.budget import Length, budget, budget_basis, checkpoint_bytes, dataset_length, length_of
+from gradus.planner.calibration import calibration_basis, corrected_memory, step_at_achieved_rate
+from gradus.planner.candidates import waits_on_host
+from gradus.planner.defaults import ranks_on_a_node, surroundings
+from gradus.planner.device import Device, device_of
+from gradus.planner.device_memory import NO_GPU
+from gradus.planner.host_memory import HostFacts
+from gradus.planner.memory import (
+    MemoryFacts,
+    RankMemory,
+    least_bytes,
+    limit_bytes,
+    memory_facts,
+    predicted_memory,
+    verdict,
+)
+from gradus.planner.network import fabric_of
+from gradus.planner.profile.program import ModelProfile
+from gradus.planner.profile.request import NARROW, ProfileRequest, capability_of, profiles_for, request_for
+from gradus.planner.resolve import resolved
+from gradus.planner.step_time import StepFacts, predicted_step
+from gradus.planner.throughput import hardware_flops, model_flops, throughput
+from gradus.schema.cluster import Cluster, GpuNumbers
+from gradus.schema.plan import Mesh, Plan
+from gradus.schema.prediction import BudgetPrediction, MemoryPrediction, Prediction, StepPrediction, Verdict
+from gradus.schema.recipe import Recipe
+
+GIB = 2**30
+# Of a GPU with n GB by its vendor, a process can use nearly n GiB: torch reports 23.64 of 24 on an RTX 4090
+# (ali-vilab/VGen issue 104), 31.75 of 32 (hiyouga/LlamaFactory issue 182), 23.53 of 24 on an A30
+# (google/RB-Modulation issue 5). The least of these shares, rounded down.
+USABLE = 0.98
+
+
+def predict(recipe: Recipe | str | Path, cluster: Cluster | str | Path, plan: Plan) -> Prediction:
+    """What this plan of the recipe would need and how fast it would be on the cluster. Nothing is started."""
+    recipe = resolved(recipe if isinstance(recipe, Recipe) else Recipe.load(recipe))
+    site = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    with recipe.blamed():
+        plan.check(recipe.batch, plan.mesh.world_size)
+    return Predictor(recipe, site).prediction(plan)
+
+
+def predicted(profile: ModelProfile, recipe: Recipe, cluster: Cluster, plan: Plan) -> Prediction:
+    """The same from a profile that is there already, traced as the plan computes."""
+    return Predictor(recipe, cluster, profile).prediction(plan)
+
+
+def device_bytes(cluster: Cluster) -> int | None:
+    """Memory of one GPU of a cluster, as far as processes can use it; None where it is not known."""
+    if isinstance(cluster.gpu, GpuNumbers) and cluster.gpus_per_node:
+        return round(cluster.gpu.memory_gib * GIB)
+    gpu = gpu_of(cluster)
+    return round(gpu.memory_gb * USABLE * GIB) if gpu is not None else None
+
+
+class Predictor:
+    """What there is to say about plans of one recipe on one cluster; what they have in common is found out once."""
+
+    def __init__(self, recipe: Recipe, cluster: Cluster, profile: ModelProfile | None = None) -> None:
+        self.recipe = recipe
+        self.cluster = cluster
+        self.device: Device | None = device_of(cluster) if cluster.gpus_per_node else None
+        self._profile = profile
+        self._step_facts = StepFacts.of(recipe)
+        self._profiles: dict[tuple[str, bool, bool], ModelProfile] = {}
+        self._facts: dict[int, MemoryFacts] = {}
+        self._memories: dict[str, RankMemory] = {}
+        self._seconds: dict[str, StepPrediction | None] = {}
+
+    @functools.cached_property
+    def limit_bytes(self) -> int | None:
+        """What a rank may use, of its GPU or, without GPUs, of its node."""
+        return limit_bytes(self.recipe.plan, self._device_bytes(self.recipe.plan))
+
+    def trace(self) -> ModelProfile:
+        """The profile that most plans are predicted from. What others need is traced with it: loading torch is slow."""
+        if self._profile is not None:
+            return self._profile
+        whole = self._request(Plan(mesh=Mesh(replicate=2)))
+        if whole.precision not in NARROW:
+            return profiles_for(self.recipe, [whole])[0]
+        sharded = replace(whole, narrow_parameters=True, channels_last=self.recipe.plan.channels_last)
+        several = self.cluster.nodes * self.cluster.gpus_per_node * self.recipe.plan.ranks_per_gpu > 1
+        return profiles_for(self.recipe, [whole, *([sharded] if several else [])])[0]
+
+    def profile(self, plan: Plan) -> ModelProfile:
+        if self._profile is not None:
+            return self._profile
+        kind = (plan.precision, plan.sharded, plan.channels_last)
+        if kind not in self._profiles:
+            self._profiles[kind] = profiles_for(self.recipe, [request_for(plan, self.cluster)])[0]
+        return self._profiles[kind]
+
+    def rank_memory(self, plan: Plan) -> RankMemory:
+        key = plan.model_dump_json()
+        if key not in self._memories:
+            found = predicted_memory(self.profile(plan), plan, self._memory_facts(plan))
+            self._memories[key] = replace(found, memory=corrected_memory(found.memory, self.cluster.calibration))
+        return self._memories[key]
+
+    def memory(self, plan: Plan) -> MemoryPrediction:
+        return self.rank_memory(plan).memory
+
+    def least_bytes(self, plan: Plan) -> float:
+        return least_bytes(self.profile(plan), plan, self._memory_facts(plan))
+
+    def verdict(self, plan: Plan) -> Verdict:
+        found, limit = self.rank_memory(plan), limit_bytes(plan, self._device_bytes(plan))
+        needs, has = self.host_bytes(plan)
+        if waits_on_host(plan) and needs > has:
+            return "no"
+        return verdict(found.memory, limit, found.error, capped=plan.memory_limit_gib is not None)
+
+    def host_bytes(self, plan: Plan) -> tuple[int, int]:
+        return self.rank_memory(plan).host.peak, round(self.cluster.memory_gib * GIB)
+
+    def step(self, plan: Plan) -> StepPrediction | None:
+        key = plan.model_dump_json()
+        if key not in self._seconds:
+            profile = self.profile(plan)
+            found: StepPrediction | None
+            if self.device is not None:
+                found = predicted_step(profile, plan, self.cluster, self.device, self._step_facts)
+            else:
+                share = hardware_flops(profile, plan) / plan.mesh.world_size
+                found = step_at_achieved_rate(share, self.cluster.calibration)
+            self._seconds[key] = found
+        return self._seconds[key]
+
+    def seconds(self, plan: Plan) -> float | None:
+        step = self.step(plan)
+        return step.total if step is not None else None
+
+    def prediction(self, plan: Plan) -> Prediction:
+        profile, found, step = self.profile(plan), self.rank_memory(plan), self.step(plan)
+        reached = throughput(profile, plan, step.total, self.device) if step is not None and step.total > 0 else None
+        return Prediction(
+            memory=found.memory,
+            peak_at=found.peak_at,
+            limit_bytes=limit_bytes(plan, self._device_bytes(plan)),
+            memory_error=found.error,
+            host_memory=found.host,
+            step=step,
+            tokens_per_second=reached.tokens_per_second if reached else None,
+            samples_per_second=reached.samples_per_second if reached else None,
+            model_flops=model_flops(profile, plan),
+            hardware_flops=hardware_flops(profile, plan),
+            mfu=reached.mfu if reached else None,
+            hfu=reached.hfu if reached else None,
+            peak_flops=reached.peak_flops if reached else None,
+            verdict=self.verdict(plan),
+            budget=self._budget(plan, step),
+            basis=self._basis(profile, plan, found),
+        )
+
+    def _budget(self, plan: Plan, step: StepPrediction | None) -> BudgetPrediction | None:
+        length = self._length
+        if step is None or length is None:
+            return None
+        profile, tensors = self.profile(plan), self._memory_facts(plan).optimizer_tensors
+        size = checkpoint_bytes(profile.parameters, profile.trained, tensors, plan)
+        return budget(length, step.total, size, plan, self.cluster)
+
+    @functools.cached_property
+    def _length(self) -> Length | None:
+        """How long the run is; None for epochs of data whose size is not known here."""
+        dataset = dataset_length(self.recipe) if self.recipe.epochs is not None else None
+        with self.recipe.blamed():
+            return length_of(self.recipe, dataset, self.trace().tokens_per_sample)
+
+    def _basis(self, profile: ModelProfile, plan: Plan, found: RankMemory) -> list[str]:
+        how = "traced operator by operator on fake tensors" if profile.traced else "estimated from its parameters alone"
+        said = [f"The model was {how}; memory is within {found.error:.0%} of that, or so it is meant."]
+        said += [_sentence(note) for note in profile.notes]
+        if not self.cluster.gpus_per_node:
+            said.append("There is no GPU: memory is what a GPU would hold.")
+        elif self.device is None:
+            said.append(f"How fast {self.cluster.gpu_name or 'the GPU'} is, is not known: no time is predicted.")
+        else:
+            fabric = fabric_of(self.cluster, plan.ranks_per_gpu)
+            ranks = plan.mesh.world_size
+            used = {"links.intra": ranks > 1, "links.inter": ranks > fabric.ranks_per_node}
+            links = [note for note in fabric.assumed if used[note.partition(" ")[0]]]
+            said += [_sentence(note) for note in (*self.device.notes, *links)]
+        said += calibration_basis(self.cluster)
+        return said + (budget_basis(self.cluster) if self._length is not None and self.step(plan) is not None else [])
+
+    def _request(self, plan: Plan) -> ProfileRequest:
+        around = surroundings(self.recipe, self.cluster, plan)
+        fixed = self.recipe.plan.fixed
+        values = {
+            name: getattr(self.recipe.plan, name) if name in fixed else around[name][0]
+            for name in ("precision", "channels_last")
+        }
+        return request_for(plan.model_copy(update=values), self.cluster)
+
+    def _device_bytes(self, plan: Plan) -> int | None:
+        if self.cluster.gpus_per_node:
+            return device_bytes(self.cluster)
+        ranks = min(plan.mesh.world_size, ranks_on_a_node(self.cluster, plan))
+        return round(self.cluster.memory_gib * GIB / ranks)
+
+    def _memory_facts(self, plan: Plan) -> MemoryFacts:
+        ranks = min(plan.mesh.world_size, ranks_on_a_node(self.cluster, plan))
+        if ranks not in self._facts:
+            facts = memory_facts(self.recipe, capability_of(self.cluster), HostFacts(ranks_per_node=ranks))
+            self._facts[ranks] = facts if self.cluster.gpus_per_node else replace(facts, device=NO_GPU)
+        return self._facts[ranks]
+
+
+def _sentence(text: str) -> str:
+    begins = text if text.startswith("links.") else text[:1].upper() + text[1:]
+    return begins.rstrip(".") + "."

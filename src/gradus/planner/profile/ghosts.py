@@ -1,0 +1,154 @@
+"""Ghosts: blocks that are like one that was already traced, and are not run again.
+
+A model with a hundred equal blocks runs two of them. Every further one takes its place in forward and in backward as a
+ghost: it hands on tensors of the right shape, and is counted as a call like the first. Blocks are alike if their
+modules, parameters, settings and inputs are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from gradus.planner.profile.recording import Call, Recorder
+
+REAL = 2  # so many of a kind run: what becomes of the first one's output is seen where the second one uses it
+AROUND = "around the blocks"
+_POSITIONS = ("idx", "index", "number", "layer_id", "name")  # where a block stands, not what it does
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Of a tensor that a block returns."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    flows: bool  # whether gradients flow back from it
+
+
+@dataclass
+class _Kind:
+    """Blocks that are alike: the calls of those that ran, and what they return."""
+
+    calls: list[int]
+    results: list[Any] | None = None  # shapes of tensors, and anything else as it is
+    spec: TreeSpec | None = None
+
+
+@contextmanager
+def watched(blocks: Iterable[tuple[str, nn.Module]], recorder: Recorder) -> Iterator[None]:
+    """Inside, each call of a block is a call of its own in the record, and those that are like others are ghosts."""
+    kinds: dict[Any, _Kind] = {}
+    replaced: list[tuple[nn.Module, Any]] = []
+    recorder.enter(Call(AROUND, False))
+    for name, block in blocks:
+        replaced.append((block, vars(block).get("forward")))
+        _watch(block, name, recorder, kinds)
+    try:
+        yield
+    finally:
+        for block, forward in replaced:
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def _watch(block: nn.Module, name: str, recorder: Recorder, kinds: dict[Any, _Kind]) -> None:
+    forward, made_of = block.forward, _made_of(block)
+
+    def watched_forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        kind = kinds.setdefault((made_of, tuple(map(_looks, leaves)), spec, torch.is_grad_enabled()), _Kind([]))
+        if len(kind.calls) >= REAL and kind.results is not None:
+            output = _ghost(recorder, Call(name, True, like=kind.calls[0], module=block), leaves, kind)
+        else:
+            call = Call(name, True, module=block)
+            kind.calls.append(recorder.enter(call))
+            output = forward(*args, **kwargs)
+            results, result_spec = tree_flatten(output)
+            call.output = sum(t.numel() * t.element_size() for t in results if isinstance(t, Tensor))
+            if not _share_memory(leaves, results):
+                kind.results, kind.spec = [_shape(result) for result in results], result_spec
+        recorder.enter(Call(AROUND, False))
+        return output
+
+    block.forward = watched_forward
+
+
+def _ghost(recorder: Recorder, call: Call, leaves: list[Any], kind: _Kind) -> Any:
+    assert kind.results is not None
+    assert kind.spec is not None
+    assert call.module is not None
+    recorder.enter(call)
+    anchor = next((p for p in call.module.parameters() if p.requires_grad), None)  # gradients flow back in any case
+    shapes = [result for result in kind.results if isinstance(result, _Shape)]
+    tensors = iter(_Ghost.apply(recorder, shapes, anchor, *(leaf for leaf in leaves if isinstance(leaf, Tensor))))  # type: ignore[no-untyped-call]
+    return tree_unflatten([next(tensors) if isinstance(r, _Shape) else r for r in kind.results], kind.spec)
+
+
+class _Ghost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, shapes: list[_Shape], anchor: Tensor | None, *inputs: Tensor) -> Any:
+        ctx.recorder = recorder
+        ctx.inputs = [(tuple(t.shape), t.dtype) for t in inputs]
+        with recorder.paused():
+            made = [torch.empty_strided(shape.size, shape.strides, dtype=shape.dtype) for shape in shapes]
+        ctx.mark_non_differentiable(*(t for t, shape in zip(made, shapes, strict=True) if not shape.flows))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with ctx.recorder.paused():
+            back = [
+                torch.empty(size, dtype=dtype) if needed else None
+                for needed, (size, dtype) in zip(ctx.needs_input_grad[3:], ctx.inputs, strict=True)
+            ]
+        return (None, None, None, *back)
+
+
+def _made_of(block: nn.Module) -> Any:
+    """What makes two blocks alike: classes, parameters and settings, but not their place in the model."""
+    found = []
+    for name, module in block.named_modules():
+        settings = tuple(
+            sorted(
+                (key, _setting(value))
+                for key, value in vars(module).items()
+                if isinstance(value, (int, float, str)) and not key.endswith(_POSITIONS)
+            )
+        )
+        parameters = tuple(
+            (key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)
+        )
+        found.append((name, type(module), settings, parameters))
+    return tuple(found)
+
+
+def _setting(value: float | str) -> Any:
+    # A rate of 0.1 or 0.2 makes no difference to what runs; one of 0 does.
+    return value != 0 if isinstance(value, float) else str(value)
+
+
+def _looks(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.requires_grad
+    return repr(leaf) if isinstance(leaf, (int, float, str, type(None))) else type(leaf)
+
+
+def _shape(result: Any) -> Any:
+    if not isinstance(result, Tensor):
+        return result
+    return _Shape(tuple(result.shape), tuple(result.stride()), result.dtype, result.requires_grad)
+
+
+def _share_memory(inputs: list[Any], outputs: list[Any]) -> bool:
+    given = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
+    return any(t.untyped_storage()._cdata in given for t in outputs if isinstance(t, Tensor))

@@ -1,0 +1,325 @@
+"""Recording: every operator that runs on fake tensors, and when each piece of memory comes and goes.
+
+Below autograd, so that what backward does is seen as well. Nothing is computed, and nothing is kept but sizes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gradus.planner.profile.operators import Work, name_of, work_of
+from gradus.planner.profile.program import Role
+
+# What an operator gives whose result depends on values, which are not there; or NotImplemented.
+Expected = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Workspace = Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]  # bytes that a library needs besides
+
+
+@dataclass
+class Piece:
+    """A storage, as it was seen."""
+
+    bytes: int
+    elements: int
+    made: int  # number of the operator, counted over the whole pass; -1: it was there before
+    made_in: int  # the call, see `Call`
+    last: int | None = None  # the last operator before it went; None: still there
+    role: Role = "activation"
+    layer: str | None = None  # of a parameter that is divided over a tensor group, and of copies of it: its style
+    parameter: bool = False
+    table: bool = False  # of embeddings, or a copy of one
+    expert: bool = False
+    split: bool = False  # a rank of a tensor group has a part of it
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operator, as it ran."""
+
+    name: str
+    work: Work
+    dtype: str
+    read: int
+    written: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    call: int
+    backward: bool
+    split: bool
+    expert: bool
+    channels_last: bool
+
+
+@dataclass
+class Call:
+    """A call of a part: of a block, or of what is between two of them."""
+
+    name: str
+    block: bool
+    like: int | None = None  # an earlier call that it is like, so that it was not run
+    first_sequence: int = 0
+    output: int = 0  # bytes
+    gathered: list[int] = field(default_factory=list)  # bytes
+    scattered: list[int] = field(default_factory=list)
+    keys_and_values: int = 0
+    sent_to_experts: int = 0
+    module: nn.Module | None = None
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, everything that runs goes into `steps`, `pieces` and `calls`."""
+
+    def __init__(
+        self, expected: Expected, workspace: Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self.pieces: list[Piece] = []
+        self.calls: list[Call] = []
+        self.parameters: list[tuple[nn.Parameter, int]] = []  # each with the number of its storage
+        self.backward = False
+        self.backward_begins = 0  # number of the first operator of backward
+        self._expected = expected
+        self._workspace = workspace
+        self._numbers: dict[int, int] = {}  # of living storages: their address, and their number among the pieces
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._paused = False
+        self._latest = 0  # the call whose backward is running
+        self._entered: Piece | None = None  # what was last handed to layers that are divided by their outputs
+
+    # --- calls
+
+    def enter(self, call: Call) -> int:
+        call.first_sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self.calls.append(call)
+        return len(self.calls) - 1
+
+    @property
+    def _call(self) -> int:
+        if not self.backward:
+            return len(self.calls) - 1
+        node: Any = torch._C._current_autograd_node()  # private: the node that is running
+        if node is None or node._sequence_nr() > self.calls[-1].first_sequence + 2**40:  # it adds to a gradient
+            return self._latest
+        sequence = node._sequence_nr()
+        low, high = 0, len(self.calls)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.calls[middle].first_sequence <= sequence:
+                low = middle
+            else:
+                high = middle
+        self._latest = low
+        return low
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, what runs is not recorded."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def begin_backward(self) -> None:
+        self.backward, self.backward_begins = True, len(self.steps)
+        self._latest = len(self.calls) - 1
+
+    # --- storages
+
+    def add(self, tensor: Tensor) -> Piece:
+        """A parameter or a buffer."""
+        number = self._number(tensor, made=-1, made_in=-1, parameter=True)
+        if isinstance(tensor, nn.Parameter) and all(tensor is not known for known, _ in self.parameters):
+            self.parameters.append((tensor, number))
+        return self.pieces[number]
+
+    def users(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """Each parameter with the calls that use it in forward, itself or a copy of it."""
+        sources: dict[int, int] = {}  # of copies: what they were made from
+        calls: dict[int, list[int]] = {}
+        for step in self.steps:
+            if step.backward:
+                break
+            for read in step.reads:
+                calls.setdefault(sources.get(read, read), []).append(step.call)
+            for written in step.writes:
+                if self.pieces[written].role == "copy":
+                    sources[written] = sources.get(step.reads[0], step.reads[0])
+        return [(p, sorted(set(calls.get(number, [])))) for p, number in self.parameters]
+
+    def piece(self, tensor: Tensor) -> Piece | None:
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else self.pieces[number]
+
+    def _number(self, tensor: Tensor, *, made: int, made_in: int, **facts: Any) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._numbers:
+            elements = storage.nbytes() // max(1, tensor.element_size())
+            self.pieces.append(Piece(storage.nbytes(), elements, made, made_in, **facts))
+            number = len(self.pieces) - 1
+            self._numbers[key] = number
+
+            def gone(_: Any) -> None:
+                self._numbers.pop(key, None)
+                self._watched.pop(key, None)
+                self.pieces[number].last = len(self.steps) - 1
+
+            self._watched[key] = weakref.ref(storage, gone)
+        return self._numbers[key]
+
+    # --- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = self._expected(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        if not self._paused:
+            self._record(func, args, kwargs, out)
+        return out
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = {t.untyped_storage()._cdata for t in inputs}
+        fresh = [t for t in results if t.untyped_storage()._cdata not in known]
+        name = name_of(func)
+        mutates = func._schema.is_mutable and not name.startswith(("detach", "set_", "resize"))
+        if not results and not mutates:
+            return
+        if not fresh and not mutates:
+            return  # a view
+        here = len(self.steps)
+        if name in _ALLOCATES:
+            for tensor in fresh:
+                self._number(tensor, made=here, made_in=self._call)
+            return
+        changed = fresh + ([args[0]] if mutates and args and isinstance(args[0], Tensor) else [])
+        self._append(func, name, args, kwargs, out, inputs, changed)
+
+    def _append(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        inputs: list[Tensor],
+        changed: list[Tensor],
+    ) -> None:
+        here, call = len(self.steps), self._call
+        work = work_of(func, args, kwargs, out)
+        distinct = list({(t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape)): t for t in inputs}.values())
+        sources = [self._number(t, made=-1, made_in=-1) for t in distinct]
+        read_pieces = [self.pieces[number] for number in sources]
+        split_work, split_result = self._split(read_pieces, work)
+        expert = any(piece.expert for piece in read_pieces)  # which parameters of experts are, and copies of them
+        only_parameters = bool(read_pieces) and all(piece.parameter or piece.role == "copy" for piece in read_pieces)
+        copies = only_parameters and work.kind == "copy"
+        targets = []
+        for tensor in changed:
+            number = self._number(tensor, made=here, made_in=call)
+            piece = self.pieces[number]
+            if piece.made == here:
+                piece.split, piece.expert = split_result, expert
+                if copies:
+                    piece.role, piece.layer, piece.table = "copy", read_pieces[0].layer, read_pieces[0].table
+            targets.append(number)
+        if not self.backward:
+            self._note_exchanges(self.calls[call], work, read_pieces, distinct, changed)
+        # Written over in place, or handed out as a view of what it came from: it is read and written once.
+        floats = [t for t in (*changed, *distinct) if t.is_floating_point()]
+        widest = work.kind in ("matmul", "attention", "convolution", "recurrent")
+        operand = next((t for t in distinct if t.is_floating_point()), None) if widest else None
+        dtype = (operand if operand is not None else floats[0] if floats else changed[0]).dtype
+        self.steps.append(
+            Step(
+                name=name,
+                work=work,
+                dtype=str(dtype).removeprefix("torch."),
+                read=sum(map(_touched, distinct)),
+                written=sum(map(_touched, changed)),
+                reads=tuple(sources),
+                writes=tuple(targets),
+                call=call,
+                backward=self.backward,
+                split=split_work,
+                expert=expert,
+                channels_last=any(map(_channels_last, distinct)),
+            )
+        )
+        if (extra := self._workspace(name, args, kwargs, out)) > 0:
+            self.pieces.append(Piece(extra, extra, here, call, last=here, role="workspace", split=split_work))
+
+    def _split(self, read: list[Piece], work: Work) -> tuple[bool, bool]:
+        """Whether a tensor group divides the work, and whether each of its ranks gets a part of the result.
+
+        A layer whose outputs are divided hands on parts; one whose inputs are divided sums them up. Going backward it
+        is the other way round. Anything else makes parts of parts.
+        """
+        styles = _styles(read, work)
+        if styles and any(not (piece.parameter or piece.role == "copy") for piece in read):
+            by_outputs = any(style.startswith(("colwise", "vocabulary")) for style in styles)
+            return True, by_outputs is not self.backward
+        return (any(piece.split or piece.layer is not None for piece in read),) * 2
+
+    def _note_exchanges(
+        self, call: Call, work: Work, read: list[Piece], inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        """What ranks would have to send each other for this operator, if they divided it."""
+        if work.kind == "attention":
+            call.keys_and_values += sum(_touched(t) for t in inputs[1:3])
+        styles = _styles(read, work)
+        data = [
+            (piece, t) for piece, t in zip(read, inputs, strict=True) if not piece.parameter and piece.role != "copy"
+        ]
+        if work.kind in ("matmul", "lookup") and styles and data:
+            if any(style.startswith("rowwise") for style in styles):
+                call.scattered.append(sum(map(_touched, outputs)))
+            elif data[0][0] is not self._entered:  # queries, keys and values are made from one gathered input
+                self._entered = data[0][0]
+                call.gathered.append(_touched(data[0][1]))
+        if any(piece.expert and piece.parameter for piece in read) and data and not call.sent_to_experts:
+            # All rows that go to experts, of which this one may get some only.
+            call.sent_to_experts = sum(piece.bytes for piece, _ in data)
+
+
+_ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+
+
+def _styles(read: list[Piece], work: Work) -> set[str]:
+    """How the layers that the operator works for are divided.
+
+    A table of embeddings that is the output layer as well is divided by rows of the vocabulary; which of the two it is
+    used as, the operator tells.
+    """
+    styles = {piece.layer for piece in read if piece.layer}
+    if work.kind == "matmul" and any(piece.table and piece.layer for piece in read):
+        return {"vocabulary"}
+    return styles
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    """Whether it is a batch of images whose channels lie side by side, and could lie otherwise."""
+    return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes of distinct elements: what is expanded lies in memory once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else min(size, 1)
+    return int(elements) * tensor.element_size()

@@ -1,0 +1,149 @@
+"""Tracing: a model's forward and backward pass on fake tensors, as CUDA would run it, on a machine with no GPU."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # private, but there is no other that runs without a device
+from torch.utils._pytree import tree_map
+
+from gradus.parallel.blocks import repeated_blocks
+from gradus.planner.profile.as_cuda import AsCuda
+from gradus.planner.profile.expected import as_expected
+from gradus.planner.profile.ghosts import watched
+from gradus.planner.profile.recording import Recorder
+from gradus.planner.profile.workspace import (
+    Direction,
+    attention_workspace_bytes,
+    convolution_workspace_bytes,
+)
+
+LossOf = Callable[[nn.Module, Any, int], Tensor]  # of a model, a batch and its number of samples: the loss to minimise
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What is computed in which format, and by what."""
+
+    autocast: torch.dtype | None
+    narrow_parameters: bool  # parameters are in the autocast format already, as sharded ones are when gathered
+    tf32: bool = False
+    capability: tuple[int, int] = (9, 0)
+    fused_attention: bool = True  # False: the software of 2021
+
+
+class FakeModel:
+    """A model whose parameters and buffers are fake, in place. It has no memory, and runs as if it were on a GPU."""
+
+    def __init__(self, model: nn.Module, numbers: Numbers, styles: Mapping[str, str], experts: frozenset[str]) -> None:
+        self.model = model
+        self.numbers = numbers
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._styles = styles  # of layers that a tensor group divides, by name
+        self._experts = experts  # names of modules whose parameters belong to experts
+        made: dict[int, Any] = {}
+        with self.mode:
+            for module in model.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module._parameters[name] = made.setdefault(id(parameter), self._parameter(parameter))
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = made.setdefault(id(buffer), _fake(buffer, buffer.dtype))
+
+    def _parameter(self, parameter: Tensor) -> Any:
+        dtype = parameter.dtype
+        if self.numbers.narrow_parameters and self.numbers.autocast is not None and dtype == torch.float32:
+            dtype = self.numbers.autocast
+        return nn.Parameter(_fake(parameter, dtype), requires_grad=parameter.requires_grad)
+
+    def trace(self, batch: Any, samples: int, loss_of: LossOf) -> Recorder:
+        """One pass with a batch, of which only the shapes matter."""
+        recorder = Recorder(as_expected, self._workspace)
+        numbers = self.numbers
+        as_cuda = AsCuda(numbers.autocast, numbers.capability, numbers.fused_attention, numbers.tf32)
+        names = {module: name for name, module in self.model.named_modules()}
+        blocks = [(names[block], block) for block in repeated_blocks(self.model)]
+        gc.disable()  # what a collection frees would seem to go at that moment
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self.mode)
+                fake = tree_map(lambda x: _fake(x, x.dtype) if isinstance(x, Tensor) else x, batch)
+                self._add_parameters(recorder)
+                stack.enter_context(watched(blocks, recorder))
+                stack.enter_context(recorder)
+                stack.enter_context(as_cuda)
+                with as_cuda.forward():
+                    loss = loss_of(self.model, fake, samples)
+                recorder.begin_backward()
+                loss.backward()  # type: ignore[no-untyped-call]
+                self._note_gradients(recorder)
+        finally:
+            gc.enable()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        return recorder
+
+    def _workspace(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+        """Bytes that a library asks for while an operator runs."""
+        if name == "convolution":
+            return self._of_convolution(args[0], args[1], out, args[8], "forward")
+        if name == "convolution_backward":
+            # One after the other: the larger counts.
+            ways: tuple[Direction, ...] = ("input", "weight")
+            return max(
+                self._of_convolution(args[1], args[2], args[0], args[9], way) if wanted else 0
+                for way, wanted in zip(ways, args[10][:2], strict=True)
+            )
+        attention = re.fullmatch(r"_scaled_dot_product_(flash|efficient|cudnn)_attention_backward", name)
+        if attention is None:
+            return 0
+        q, k = args[1], args[2]
+        samples, heads, queries, width = q.shape
+        kernel: Any = attention[1]
+        return attention_workspace_bytes(
+            kernel, samples, heads, k.shape[1], queries, k.shape[2], width, q.element_size()
+        )
+
+    def _of_convolution(self, x: Tensor, weight: Tensor, result: Tensor, groups: int, way: Direction) -> int:
+        return convolution_workspace_bytes(
+            tuple(x.shape),
+            tuple(weight.shape),
+            tuple(result.shape),
+            x.dtype,
+            x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last),
+            groups,
+            way,
+            self.numbers.capability,
+            self.numbers.tf32,
+        )
+
+    def _add_parameters(self, recorder: Recorder) -> None:
+        for module_name, module in self.model.named_modules():
+            style = self._styles.get(module_name)
+            expert = module_name in self._experts
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    divided = style if style and style.startswith(("colwise", "rowwise", "vocabulary")) else None
+                    piece = recorder.add(parameter)
+                    piece.layer, piece.expert = piece.layer or divided, piece.expert or expert
+                    piece.table = piece.table or isinstance(module, nn.Embedding)
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    recorder.add(buffer)
+
+    def _note_gradients(self, recorder: Recorder) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and (piece := recorder.piece(parameter.grad)) is not None:
+                piece.role = "gradient"
+
+
+def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")

@@ -1,0 +1,176 @@
+"""A trace on fake tensors says what a real pass does: operators, sizes, and what is kept for backward."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from gradus.planner.profile.of_recipe import profile_of
+from gradus.planner.profile.program import ModelProfile, Part
+from gradus.planner.resolve import resolved
+from gradus.schema.recipe import Recipe
+from gradus.training.building import build_model
+
+GPT = {"use": "gpt", "layers": 6, "width": 64, "heads": 4, "context": 32, "vocabulary": 512}
+TEXT = {"use": "synthetic-tokens", "vocabulary": 512}
+
+
+def recipe(model, data=TEXT, **others):
+    document = {
+        "name": "p",
+        "model": model,
+        "data": data,
+        "batch": 8,
+        "steps": 1,
+        "optimizer": {"use": "adamw", "lr": 1e-3},
+    }
+    return resolved(Recipe.from_document({**document, **others}))
+
+
+def built(model, data=TEXT) -> nn.Module:
+    return build_model(recipe(model, data), torch.device("cpu"), torch.float32)
+
+
+def profile(model, data=TEXT, precision="fp32", **options) -> ModelProfile:
+    request = {name: options.pop(name) for name in ("narrow_parameters", "micro_batches") if name in options}
+    return profile_of(recipe(model, data, **options), precision=precision, **request)
+
+
+def kept_bytes(part: Part, samples: int) -> float:
+    return sum(s.bytes.at(samples) for s in part.kept() if s.role != "copy")
+
+
+def really_kept(model: nn.Module, batch) -> int:
+    """Bytes that autograd holds on to after a real forward pass, parameters and inputs left out."""
+    outside = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *batch)}
+    held = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in outside:
+            held[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(*batch)
+    del output
+    return sum(size for size, _ in held.values())
+
+
+def test_blocks_that_are_alike_are_one_part():
+    traced = profile(GPT)
+    assert [part.block for part in traced.parts] == [False, True, False]
+    assert traced.calls == (0, *[1] * 6, 2)
+    assert traced.parameters == sum(p.numel() for p in built(GPT).parameters())
+
+
+def test_a_ghost_is_counted_as_if_it_ran():
+    """With as few blocks as run for real there are no ghosts; each further block adds exactly the same again."""
+    flops = [profile({**GPT, "layers": layers}).flops(4) for layers in (2, 3, 9)]
+    assert flops[1] - flops[0] > 0
+    assert flops[2] - flops[0] == pytest.approx(7 * (flops[1] - flops[0]), rel=1e-12)
+
+
+def test_work_is_that_of_the_formula():
+    """Within what norms and softmax add, which the formula of the model leaves out."""
+    model = {**GPT, "layers": 3}
+    formula = built(model).flops_per_sample()
+    # The formula counts backward as twice forward; flash attention computes its scores once more.
+    assert profile(model).flops(1) == pytest.approx(formula, rel=0.04)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 7])
+def test_a_convolutional_net_keeps_what_it_really_keeps(samples):
+    images = {"use": "synthetic-images"}
+    traced = profile({"use": "simple-cnn"}, images)
+    model = built({"use": "simple-cnn"}, images)
+    batch = torch.randn(samples, 3, 32, 32), torch.zeros(samples, dtype=torch.long)
+    predicted = sum(kept_bytes(part, samples) for part in traced.called())
+    assert predicted == pytest.approx(really_kept(model, batch), rel=0.01)
+
+
+def test_a_transformer_keeps_what_it_really_keeps():
+    traced = profile(GPT)
+    model = built(GPT)
+    tokens = torch.zeros(3, 32, dtype=torch.long), torch.zeros(3, 32, dtype=torch.long)
+    predicted = sum(kept_bytes(part, 3) for part in traced.called())
+    assert predicted == pytest.approx(really_kept(model, tokens), rel=0.02)
+
+
+def test_sizes_lie_on_a_straight_line():
+    near = profile(GPT, micro_batches=(2, 4))
+    far = profile(GPT, micro_batches=(16, 32))
+    for part, other in zip(near.parts, far.parts, strict=True):
+        assert kept_bytes(part, 32) == pytest.approx(kept_bytes(other, 32), rel=1e-9)
+
+
+def test_every_storage_is_made_before_it_goes():
+    for part in profile(GPT, precision="bf16").parts:
+        operators = len(part.operators)
+        for storage in part.storages:
+            assert -1 <= storage.made <= storage.last <= operators
+        for number, operator in enumerate(part.operators):
+            for written in operator.writes:
+                assert part.storages[written].made <= number
+
+
+def test_gradients_are_those_of_the_parameters():
+    traced = profile(GPT)
+    block = traced.parts[1]
+    gradients = sum(s.bytes.fixed for s in block.storages if s.role == "gradient")
+    assert gradients == 4 * block.trained
+
+
+def test_divided_layers_are_known():
+    block = profile(GPT).parts[1]
+    divided = {w.divides: w.elements for w in block.weights}
+    matrices = 12 * 64 * 64
+    assert divided["tensor"] >= matrices
+    assert divided["whole"] <= 4 * 64 + 2 * 64  # norms, and the biases of layers that sum over ranks
+    products = [op for op in block.operators if op.kind in ("matmul", "attention")]
+    assert {op.divides for op in products} == {"tensor"}
+    assert {op.divides for op in block.forward if op.name == "native_layer_norm"} == {"sequence"}
+    tokens = 32 * 64 * 4.0
+    assert [amount.per_sample for amount in block.gathered] == [tokens] * 2
+    assert [amount.per_sample for amount in block.scattered] == [tokens] * 2
+    assert block.keys_and_values.per_sample == 2 * tokens
+
+
+def test_bf16_keeps_narrow_activations_and_copies_of_weights():
+    wide, narrow = profile(GPT), profile(GPT, precision="bf16")
+    assert kept_bytes(narrow.parts[1], 8) < 0.75 * kept_bytes(wide.parts[1], 8)
+    copies = sum(s.bytes.fixed for s in narrow.parts[1].storages if s.role == "copy")
+    assert copies == pytest.approx(2 * 12 * 64 * 64, rel=0.05)
+
+
+def test_gathered_parameters_need_no_copies():
+    """Except those of norms, which are computed in fp32."""
+    narrow = profile(GPT, precision="bf16", narrow_parameters=True)
+    copies = [s.bytes.fixed for part in narrow.parts for s in part.storages if s.role == "copy"]
+    assert copies
+    assert max(copies) <= 4 * 64
+
+
+def test_frozen_parameters_have_no_gradient():
+    traced = profile(GPT, freeze=["blocks.0.*", "blocks.1.*"])
+    frozen = [part for part in traced.called() if part.block and part.trained == 0]
+    assert len(frozen) == 2
+    assert not [s for part in frozen for s in part.storages if s.role == "gradient"]
+
+
+def test_experts_are_traced_without_knowing_who_chooses_whom():
+    traced = profile({**GPT, "experts": 8, "experts_per_token": 2, "layers": 3})
+    block = traced.parts[1]
+    assert sum(w.elements for w in block.weights if w.expert) > 0.5 * block.parameters
+    assert block.sent_to_experts.per_sample == 2 * 32 * 64 * 4
+
+
+def test_the_largest_model_is_traced_in_little_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    traced = profile({"use": "gpt3-175b"}, precision="bf16")
+    assert traced.parameters == pytest.approx(175e9, rel=0.01)
+    assert len(traced.parts) == 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
