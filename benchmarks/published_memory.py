@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gradus.planner.device_memory import NO_GPU
-from gradus.planner.framework import MEGATRON
-from gradus.planner.memory import MemoryFacts, predicted_memory
+from gradus.planner.memory.device_memory import NO_GPU
+from gradus.planner.memory.framework import MEGATRON
+from gradus.planner.memory.rank_memory import MemoryFacts, predicted_memory
 from gradus.planner.profile.of_recipe import profile_of
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.published import FLOPS_OF_A_PF_DAY, anatomy_bytes, largest_model, training_days, training_flops

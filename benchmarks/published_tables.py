@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradus.planner.device import Era, device_of
-from gradus.planner.network import fabric_of
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.resolve import resolved
-from gradus.planner.step_time import StepFacts, uncalibrated_step
-from gradus.planner.throughput import model_flops
+from gradus.planner.speed.device import Era, device_of
+from gradus.planner.speed.network import fabric_of
+from gradus.planner.speed.step_time import StepFacts, uncalibrated_step
+from gradus.planner.speed.throughput import model_flops
 from gradus.schema.cluster import Cluster
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import StepPrediction

@@ -14,8 +14,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from gradus.planner.compute import attention_seconds, convolution_seconds, matmul_seconds
-from gradus.planner.device import Device, device_of
+from gradus.planner.speed.compute import attention_seconds, convolution_seconds, matmul_seconds
+from gradus.planner.speed.device import Device, device_of
 from gradus.schema.cluster import Cluster
 
 MEASURED = Path(__file__).parent / "measured" / "h200_speeds.json"

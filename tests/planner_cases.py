@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradus.planner.candidates import Space, space_of
+from gradus.planner.choice.candidates import Space, space_of
 from gradus.planner.resolve import resolved
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.plan import Plan

@@ -12,9 +12,9 @@ import torch
 from training_cases import CLUSTER, recipe_for
 
 from gradus.parallel.world import alone
+from gradus.planner.choice.fitting import GIB, Shortage, changes_that_fit
 from gradus.planner.defaults import default_plan
-from gradus.planner.fitting import GIB, Shortage, changes_that_fit
-from gradus.planner.model_state import ModelSize, ModelState
+from gradus.planner.memory.model_state import ModelSize, ModelState
 from gradus.record.directory import RunDirectory
 from gradus.record.status import read_status
 from gradus.schema.errors import EXIT_DO_NOT_RESTART

@@ -10,8 +10,8 @@ from typing import Any
 from gradus.cli.output import print_json
 from gradus.cli.plan_display import show_plans
 from gradus.cli.plan_measure import calibrate, check_is_here
+from gradus.planner.choice.gpu_count import limits_of
 from gradus.planner.defaults import Choice, ranks_on_a_node
-from gradus.planner.gpu_count import limits_of
 from gradus.planner.layout_table import layout_document, layout_text
 from gradus.planner.page import plan_page
 from gradus.planner.planning import planned, site_for

@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gradus.planner.candidates import Space, meshes, space_of
+from gradus.planner.choice.candidates import Space, meshes, space_of
+from gradus.planner.choice.gpu_count import NO_LIMITS, Limits, counts, fewest, limits_of, within
+from gradus.planner.choice.nothing_fits import nothing_fits
+from gradus.planner.choice.reasons import gib, reasons, refused
+from gradus.planner.choice.search import MOST_CHOICES, Found, Outcome, search
 from gradus.planner.defaults import Choice, check_ranks, default_plan, default_world_size, room_for, why_not_all
-from gradus.planner.gpu_count import NO_LIMITS, Limits, counts, fewest, limits_of, within
-from gradus.planner.nothing_fits import nothing_fits
 from gradus.planner.prediction import Predictor
-from gradus.planner.reasons import gib, reasons, refused
 from gradus.planner.resolve import resolved
-from gradus.planner.search import MOST_CHOICES, Found, Outcome, search
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import GradusError, InputError, NoPlanFits
 from gradus.schema.intervals import seconds_of

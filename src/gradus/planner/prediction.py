@@ -12,12 +12,11 @@ from pathlib import Path
 from gradus.hardware.cluster import gpu_of
 from gradus.planner.budget import Length, budget, budget_basis, checkpoint_bytes, dataset_length, length_of
 from gradus.planner.calibration import calibration_basis, corrected_memory, step_at_achieved_rate
-from gradus.planner.candidates import waits_on_host
+from gradus.planner.choice.candidates import waits_on_host
 from gradus.planner.defaults import ranks_on_a_node, surroundings
-from gradus.planner.device import Device, device_of
-from gradus.planner.device_memory import NO_GPU
-from gradus.planner.host_memory import HostFacts
-from gradus.planner.memory import (
+from gradus.planner.memory.device_memory import NO_GPU
+from gradus.planner.memory.host_memory import HostFacts
+from gradus.planner.memory.rank_memory import (
     MemoryFacts,
     RankMemory,
     least_bytes,
@@ -26,12 +25,13 @@ from gradus.planner.memory import (
     predicted_memory,
     verdict,
 )
-from gradus.planner.network import fabric_of
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.request import NARROW, ProfileRequest, capability_of, profiles_for, request_for
 from gradus.planner.resolve import resolved
-from gradus.planner.step_time import StepFacts, predicted_step
-from gradus.planner.throughput import hardware_flops, model_flops, throughput
+from gradus.planner.speed.device import Device, device_of
+from gradus.planner.speed.network import fabric_of
+from gradus.planner.speed.step_time import StepFacts, predicted_step
+from gradus.planner.speed.throughput import hardware_flops, model_flops, throughput
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import BudgetPrediction, MemoryPrediction, Prediction, StepPrediction, Verdict

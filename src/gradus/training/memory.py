@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from gradus.parallel.blocks import parameter_count, repeated_blocks
-from gradus.planner.model_state import ModelSize, ModelState
+from gradus.planner.memory.model_state import ModelSize, ModelState
 from gradus.training.gradients import local
 
 

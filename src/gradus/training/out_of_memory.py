@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from gradus.models import catalogue
-from gradus.planner.fitting import Change, Shortage, binding_term, changes_that_fit
-from gradus.planner.model_state import ModelSize, ModelState
+from gradus.planner.choice.fitting import Change, Shortage, binding_term, changes_that_fit
+from gradus.planner.memory.model_state import ModelSize, ModelState
 from gradus.record.format import bytes_text
 from gradus.schema.errors import DoNotRestart
 from gradus.schema.prediction import PREDICTION_FILE, Prediction
