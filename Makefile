@@ -3,16 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: run test test-slow lint install clean
+.PHONY: run test test-slow lint install browser clean
 
 run: install
 	$(BIN)/gradus train recipes/quickstart.yaml $$($(BIN)/python -c "from gradus import Cluster; \
 	  here = Cluster.detect(); print('' if here.gpus_per_node else f'--nproc {min(2, here.cpu_cores)}')")
 
-test: install
+test: install browser
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: install
+test-slow: install browser
 	$(BIN)/python -m pytest -m slow
 
 lint: install
@@ -29,6 +29,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "cannot make a virtual environment; on Debian or Ubuntu: apt install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+# A real browser for the tests of pages, without the parts that need a screen. Without root, those tests are skipped.
+browser:
+	@command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || \
+	  { apt-get update -qq && apt-get install -y -qq chromium-headless-shell; }
 
 clean:
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -52,7 +52,7 @@ def test_the_document_is_complete(planned):
         assert found["basis"]
 
 
-@pytest.mark.skipif(browser.PROGRAM is None, reason="no chromium here")
+@browser.needed
 def test_a_browser_shows_the_numbers_of_the_document(planned):
     document, page = planned
     contents = Contents(browser.content(page))

@@ -15,8 +15,6 @@ from gradus.planner.page import plan_page
 from gradus.planner.shown import cells, gib_text, seconds_text
 from gradus.schema.plan import Plan
 
-in_a_browser = pytest.mark.skipif(browser.PROGRAM is None, reason="no chromium here")
-
 
 def page() -> str:
     return plan_page("gpt on site", "128 GPUs", CHOICES, REFUSED)
@@ -63,20 +61,20 @@ def test_plans_without_a_prediction_have_a_page_too():
     assert contents.charts == {}
 
 
-@in_a_browser
+@browser.needed
 def test_a_browser_shows_the_best_plan_first(file):
     contents = Contents(browser.content(file))
     assert contents.shown == ["plan-1"]
     assert contents.rows == Contents(page()).rows
 
 
-@in_a_browser
+@browser.needed
 def test_a_click_on_a_row_shows_its_plan(file):
     contents = Contents(browser.content(file, "document.querySelectorAll('#plans tbody tr')[2].click()"))
     assert contents.shown == ["plan-3"]
 
 
-@in_a_browser
+@browser.needed
 @pytest.mark.parametrize(
     ("column", "clicks", "order"), [("step", 1, "132"), ("step", 2, "231"), ("memory", 1, "312"), ("plan", 2, "321")]
 )

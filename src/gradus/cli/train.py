@@ -20,7 +20,7 @@ from gradus.launcher.recipe_run import prepare, recipe_of
 from gradus.launcher.result import Result
 from gradus.launcher.script import script_from
 from gradus.launcher.script_run import prepare_script, recorded_script
-from gradus.launcher.torchrun import determinism_variables
+from gradus.launcher.torchrun import torch_variables
 from gradus.record.directory import RunDirectory
 from gradus.record.format import duration_text
 from gradus.record.polling import Polling
@@ -192,7 +192,7 @@ def _is_short(recipe: Recipe) -> bool:
 def _debug(launch: Launch, as_json: bool) -> Result:
     """Train in this process; exceptions are not caught, so that a debugger sees them where they happen."""
     assert launch.recipe is not None
-    for name, value in determinism_variables(launch.recipe.deterministic).items():
+    for name, value in torch_variables(launch.recipe).items():
         os.environ.setdefault(name, value)
     os.environ.update(dry_run_variables(launch))
     from gradus.training.rank import debug_rank  # after that: it imports torch

@@ -166,7 +166,7 @@ def _program(launch: Launch) -> list[str]:
 
 
 def _environment(launch: Launch) -> Mapping[str, str]:
-    variables = rank_environment(launch.ranks, launch.cores, bool(launch.recipe and launch.recipe.deterministic))
+    variables = rank_environment(launch.ranks, launch.cores, launch.recipe)
     variables.pop(DRY_RUN, None)
     return {**variables, **marks(launch.run.path, launch.attempt), **dry_run_variables(launch)}
 

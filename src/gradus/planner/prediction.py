@@ -122,7 +122,9 @@ class Predictor:
         needs, has = self.host_bytes(plan)
         if waits_on_host(plan) and needs > has:
             return "no"
-        return verdict(found.memory, limit, found.error, capped=plan.memory_limit_gib is not None)
+        reached = verdict(found.memory, limit, found.error, capped=plan.memory_limit_gib is not None)
+        # Of a model that could not be traced, nobody knows what else it keeps.
+        return "tight" if reached == "fits" and not self.profile(plan).traced else reached
 
     def host_bytes(self, plan: Plan) -> tuple[int, int]:
         return self.rank_memory(plan).host.peak, round(self.cluster.memory_gib * GIB)
@@ -182,8 +184,8 @@ class Predictor:
             return length_of(self.recipe, dataset, self.trace().tokens_per_sample)
 
     def _basis(self, profile: ModelProfile, plan: Plan, found: RankMemory) -> list[str]:
-        how = "traced operator by operator on fake tensors" if profile.traced else "estimated from its parameters alone"
-        said = [f"The model was {how}; memory is within {found.error:.0%} of that, or so it is meant."]
+        how = "The model was traced operator by operator on fake tensors"
+        said = [f"{how}; memory is within {found.error:.0%} of that, or so it is meant."] if profile.traced else []
         said += [_sentence(note) for note in profile.notes]
         if not self.cluster.gpus_per_node:
             said.append("There is no GPU: memory is what a GPU would hold.")

@@ -1,7 +1,7 @@
 """Published: formulas from papers and courses for the memory and the work of training, as they are printed there.
 
 They are for comparison, and for numbers on the back of an envelope. What a plan needs here is predicted from what its
-model does (memory/rank_memory.py, speed/step_time.py), and not from these. The formulas of ZeRO for model state are in zero.py.
+model does (memory/rank_memory.py, speed/step_time.py), and not from these. ZeRO's formulas are in zero.py.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ from gradus.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from gradus.models.experts import Experts
 from gradus.parallel.tensor import divided_layers
 from gradus.planner.profile.assembly import Facts, NotAlike, assembled, tied_elements
+from gradus.planner.profile.fallback import fallback_profile
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.tracing import FakeModel, Numbers
 from gradus.planner.resolve import data_options
+from gradus.schema.errors import GradusError
 from gradus.schema.plan import Precision
 from gradus.schema.recipe import Recipe
 
@@ -64,10 +66,21 @@ def profile_of(
         return losses.loss_sum / losses.count.to(losses.loss_sum.dtype)
 
     examples = Examples(recipe, dtype, channels_last)
-    records = []
-    for samples in micro_batches:
-        records.append(fake.trace(examples.batch(samples), samples, loss_of))
-    few, more = records
+    try:
+        few, more = (fake.trace(examples.batch(samples), samples, loss_of) for samples in micro_batches)
+    except GradusError:  # which a run would meet as well
+        raise
+    except Exception as error:  # fake tensors have no values, and a model may look at them in any way
+        first = str(error).strip().partition("\n")[0]
+        return fallback_profile(
+            recipe.model.use,
+            model,
+            f"the model could not be traced ({type(error).__name__}: {first})",
+            precision=precision,
+            narrow_parameters=narrow_parameters,
+            tokens_per_sample=examples.tokens_per_sample,
+            sample_bytes=examples.sample_bytes,
+        )
     facts = _facts(model, styles, experts)
     try:
         parts, calls = assembled(few, more, micro_batches, facts)
