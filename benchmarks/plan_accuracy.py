@@ -6,8 +6,9 @@
     python benchmarks/plan_accuracy.py --traces              # no comparison: can each case be predicted, and how fast
     python benchmarks/plan_accuracy.py --merge a.json b.json # files of measure_cases.py, into measured/h200.json
 
-Predictions are made from the recipe, the plan and the name of the GPU alone. Cases that are held out were not looked at
-when any constant was chosen.
+Predictions are made from the recipe, the plan and the name of the GPU alone. No constant is fitted on cases that are
+held out. Hugging Face models are predicted as the installed transformers runs them: errors mean something only with the
+version that was measured, 5.17.0.
 """
 
 from __future__ import annotations
@@ -228,7 +229,13 @@ def cap_table(rows: dict[str, dict[str, Any]]) -> list[str]:
         limit, needed = row["limit_bytes"] / GIB, (memory.peak - memory.device_context) / GIB
         happened, judged = "ran" if ran else "out of memory", "" if right else "WRONG"
         lines.append(f"| {cap.name} | {limit:.2f} | {needed:.2f} | {verdict} | {happened} | {judged} |")
-    return [*lines, "", f"{count} cases near a cap: {wrong} wrong, {tight} called tight.", ""]
+    return [
+        *lines,
+        "",
+        f"{count} cases near a limit: {wrong} wrong, {tight} called tight. Wrong is what was called fits"
+        " and ran out of memory, or was called no and ran.",
+        "",
+    ]
 
 
 def trace_table(outcomes: Sequence[Outcome]) -> list[str]:
@@ -273,7 +280,12 @@ def report(document: dict[str, Any], only: Sequence[str], memory_only: bool) -> 
         "",
         f"Measured on {document['device']}, torch {document['torch']}, by `measure_cases.py`; predicted from",
         "the recipe, the plan and the GPU's name; printed by `plan_accuracy.py`. Cases with * are",
-        "held out: no constant was chosen by looking at them. GiB are what torch has allocated at the peak, from the",
+        "held out: no constant is fitted on them. They are no blind test any more: their errors were known while the",
+        "planner was made better, and what causes them was looked for in the kernels of some (mixer, hf convnext-base,",
+        "hf gpt2), where the cause was general: inputs that lie in another order, TF32 products of gradients, masks",
+        "that Hugging Face leaves out. What is fitted on the others: speeds of kernels and of the host",
+        "(`hardware/speeds.yaml`). The rules for memory, and its stated errors, were set with all cases in view.",
+        "GiB are what torch has allocated at the peak, from the",
         "second step on. The last column is the first step where it is higher, because cuDNN tries its algorithms in",
         "it; errors with it included are given below each table.",
         "",

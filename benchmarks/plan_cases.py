@@ -1,6 +1,6 @@
 """The configurations that the planner's accuracy is measured on: recipes with everything in their plan fixed.
 
-A third of them is held out: no constant in gradus was chosen by looking at them. No torch here.
+A third of them is held out: no constant in gradus is fitted on them. No torch here.
 """
 
 from __future__ import annotations

@@ -281,9 +281,15 @@ _FURTHER = {
     "pipeline 2 × tensor 2, bert, recompute",
     "pipeline 2 × context 2",
     "tensor 4, vit",
+    "tensor 4, bert",
+    "tensor 4, a model of one's own",
+    "tensor 2, recompute selective",
+    "tensor 2 × shard 2, odd vocabulary, recompute, accumulate 2",
     "tensor 2 × replicate 2, vit",
     "tensor 2 × context 2",
     "expert 4, balanced by bias, accumulate 2",
+    "expert 2 × shard 2, balanced by bias, accumulate 2",
+    "context 2 × shard 2 × expert 4",
     "pipeline 2 × expert 2",
     "pipeline 2 × expert 2, zero-bubble, recompute full",
     "replicate 2 × expert 2",
@@ -294,6 +300,7 @@ _FURTHER = {
     "zero 3 over 4, accumulate 2",
     "replicate 2 × shard 2, accumulate 2",
     "zero 2 over 2, lars",
+    "zero 3 over 2, lamb",
     "zero 1 over 4, adapters beside a model of one's own, accumulate 2",
 }
 assert {configuration.name for configuration in _ALL} >= _FURTHER

@@ -32,7 +32,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def recipe_for(model: str, mesh: dict[str, int]) -> Recipe:
+def recipe_for(model: str, mesh: dict[str, int], **more: Any) -> Recipe:
     """Two steps, with an evaluation after each."""
     document = {
         "name": "split",
@@ -44,7 +44,7 @@ def recipe_for(model: str, mesh: dict[str, int]) -> Recipe:
         "evaluate": {"every": 1, "batches": 4},
         "plan": {"mesh": mesh, "precision": "fp64", "checkpoint_every": 100},
     }
-    return resolved(Recipe.from_document(document))
+    return resolved(Recipe.from_document({**document, **more}))
 
 
 def attend(

@@ -76,8 +76,14 @@ def on_fake_gpu(
 ) -> Iterator[tuple[Operators, AsCuda]]:
     """Inside, tensors are fake, and what runs is listed."""
     operators, as_cuda = Operators(), AsCuda(autocast, capability, **options)
-    with FakeTensorMode(allow_non_fake_inputs=True), operators, as_cuda:
+    with _fake_gpu(capability), operators, as_cuda:
         yield operators, as_cuda
+
+
+def _fake_gpu(capability: tuple[int, int]) -> FakeTensorMode:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.capability = capability  # type: ignore[attr-defined]  # for models that ask their device
+    return mode
 
 
 def made_fake(model: nn.Module) -> nn.Module:
@@ -105,7 +111,7 @@ def traced(
 ) -> Trace:
     """One pass forward and backward."""
     trace = Trace()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with _fake_gpu(capability):
         made_fake(model.train())
         with trace.operators, AsCuda(autocast, capability, **options) as as_cuda:
             with as_cuda.forward():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 # It also makes the backend "fake" known.
@@ -43,6 +44,7 @@ def part_of_rank(alone: World, rank: int, recipe: Recipe) -> dict[str, Any]:
             "whole": {name: tuple(p.shape) for name, p in part.named_parameters()},
             "here": {name: _here(p) for name, p in part.named_parameters()},
             "on meta": all(p.is_meta for p in part.parameters()),
+            "sharded apart": [name for name, module in part.named_modules() if isinstance(module, FSDPModule)],
             "blocks": [list(stage.pipeline_place.blocks) for stage in part.pipeline_cut.stages],
             "groups": {name: dist.get_process_group_ranks(group) for name, group in groups.items()},
             "data": (world.data_rank, world.data_ranks),

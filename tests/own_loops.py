@@ -11,6 +11,7 @@ import user_code
 from torch.nn import functional as F
 from training_cases import CLUSTER
 
+from gradus.models import catalogue
 from gradus.parallel.world import World
 from gradus.planner.defaults import default_plan
 from gradus.record.directory import RunDirectory
@@ -83,6 +84,26 @@ def fitted(
         "weights": weights,
         "rates": rates,
     }
+
+
+def mean_over_parts(world: World, folder: str, where: str) -> str:
+    """What a loop is told that gives the mean over a rank's part of the sequences."""
+    run = started(world, folder, own_recipe(plan={"mesh": {"context": world.size}}))
+    model = catalogue.build("gpt", {"layers": 1, "width": 16, "heads": 2, "context": 16, "vocabulary": 32})
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+    data = user_code.RaggedText()
+
+    def mean(batch: Any) -> torch.Tensor:
+        return user_code.mean_of_tokens(model(**batch), batch)
+
+    try:
+        if where == "evaluate":
+            run.evaluate(data, mean)
+        for batch in run.batches(data):
+            run.step(mean(batch))
+    except InputError as error:
+        return str(error)
+    return "no error"
 
 
 def misused(world: World, folder: str, how: str) -> tuple[str, str | None]:

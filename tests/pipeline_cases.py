@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradus.data.loader import MicroBatch
 from gradus.models import catalogue
+from gradus.parallel.blocks import repeated_blocks
 from gradus.parallel.part import whole
 from gradus.parallel.pipeline import Flow, Stage, StagePlace, cut, run_schedule, scheduled
 from gradus.parallel.shard import shard
@@ -122,12 +123,13 @@ def in_stages(world: World, case: Case) -> dict[str, Any]:
     world = world.arranged(plan.mesh)
     recipe, model = build(case)
     objective = Objective(recipe, model)
+    blocks = repeated_blocks(model)
     part = cut(model, wiring_of(model, recipe, plan, objective, batch_of(case, 1, 0)), plan, world)
     del model
     held = part.pipeline_cut
     if plan.zero:
         for stage in held.stages:
-            shard(stage, world, plan, None)
+            shard(stage, world, plan, None, blocks)
     optimizer = build_optimizer(part, recipe.optimizer)
     step = PipelineStep(part, optimizer, objective, numbers_for("fp64", world.device), world, plan, clip=0.5, seed=3)
     results = _trained(step, micro_batches(case, world.data_rank, world.data_ranks), part)

@@ -36,7 +36,7 @@ KNOWS: dict[str, set[str]] = {
 EXCEPTIONS = {
     ("schema/cluster.py", "hardware", "detect"),
     ("schema/cluster.py", "hardware", "load"),
-    ("planner/profile/of_recipe.py", "training", "profile_of"),
+    ("planner/profile/of_recipe.py", "training", "_traced"),
     ("planner/profile/of_recipe.py", "training", "__init__"),
     ("training/joining.py", "launcher", "join"),
     ("training/own_loop.py", "launcher", "start"),

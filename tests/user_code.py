@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, random_split
 from training_cases import trained
 
+from gradus.models.output import LossOutput
 from gradus.training.accumulation import WideGradients
 
 
@@ -55,8 +56,20 @@ def points_split_at_random() -> Any:
     return random_split(Points(100), [0.8, 0.2])
 
 
-def on_unequal_data(world: Any, folder: str, recipe: Any) -> Any:
-    """Run by the pool: train where rank 1 sees more data than rank 0."""
+def deeper_on_rank_1() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 1), *(nn.Linear(1, 1) for _ in range(int(os.environ.get("TEST_RANK", "0")))))
+
+
+def mean_of_tokens(output: LossOutput, batch: Any) -> Tensor:
+    return output.loss_sum / output.count
+
+
+def sum_of_tokens(output: LossOutput, batch: Any) -> tuple[Tensor, Tensor]:
+    return output.loss_sum, output.count
+
+
+def on_unequal_ranks(world: Any, folder: str, recipe: Any) -> Any:
+    """Run by the pool: train where a callable returns more on rank 1 than on rank 0."""
     os.environ["TEST_RANK"] = str(world.rank)
     return trained(world, folder, recipe)
 

@@ -53,7 +53,7 @@ def test_json_is_one_document_with_choices_and_reasons(place: Gradus) -> None:
     assert all(set(entry) == {"plan", "reason"} for entry in done.json["refused"])
 
 
-@pytest.mark.parametrize("where", [["--cluster", "site.yaml"], ["--gpus", "4x8"]])
+@pytest.mark.parametrize("where", [["--cluster", "site.yaml"], pytest.param(["--gpus", "4x8"], marks=pytest.mark.slow)])
 def test_the_layout_of_four_nodes_says_where_stages_and_slices_are(place: Gradus, where: list[str]) -> None:
     mesh = "plan.mesh={tensor: 4, pipeline: 4, replicate: 2}"
     done = place("plan", "gpt.yaml", *where, "--set", mesh, "--show-layout", CUDA_VISIBLE_DEVICES="")

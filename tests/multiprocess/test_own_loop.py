@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops import evaluated_with_output, fitted, head_only, misused, own_recipe, scheduled, weighted
+from own_loops import (
+    evaluated_with_output,
+    fitted,
+    head_only,
+    mean_over_parts,
+    misused,
+    own_recipe,
+    scheduled,
+    weighted,
+)
 from pool import Pool
 from training_cases import trained
 from user_runs import HERE, line_recipe
@@ -184,6 +193,15 @@ def test_a_mistake_in_the_loop_is_explained(
     [(found, found_hint)] = pool.run(1, misused, str(run.path), how)
     assert message in found
     assert hint is None or hint in (found_hint or "")
+
+
+@pytest.mark.parametrize("where", ["step", "evaluate"])
+def test_a_mean_over_a_part_of_the_sequences_is_refused_on_every_rank(
+    pool: Pool, run: RunDirectory, where: str
+) -> None:
+    for said in pool.run(2, mean_over_parts, str(run.path), where):
+        assert said.startswith(f"run.{where}")
+        assert "found a mean over a rank's part of the sequences (plan.mesh.context 2)" in said
 
 
 def test_an_evaluation_that_is_cut_short_gives_no_numbers() -> None:

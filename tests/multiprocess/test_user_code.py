@@ -15,7 +15,16 @@ from gradus.record.directory import RunDirectory
 def test_ranks_that_see_different_data_are_refused_with_the_numbers(pool: Pool, run: RunDirectory) -> None:
     recipe = line_recipe(data={"use": f"{HERE}:more_points_on_rank_1"})
     with pytest.raises(AssertionError, match=r"do not agree on the number of training samples: \[58, 72\]"):
-        pool.run(2, user_code.on_unequal_data, str(run.path), recipe)
+        pool.run(2, user_code.on_unequal_ranks, str(run.path), recipe)
+
+
+@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2}], ids=str)
+def test_ranks_that_build_different_models_are_refused_before_they_wait_for_each_other(
+    pool: Pool, run: RunDirectory, mesh: dict[str, int]
+) -> None:
+    recipe = line_recipe(model={"use": f"{HERE}:deeper_on_rank_1"}, plan={"mesh": mesh})
+    with pytest.raises(AssertionError, match=r"do not agree on the number of parameters: \[5, 7\]"):
+        pool.run(2, user_code.on_unequal_ranks, str(run.path), recipe)
 
 
 def test_unused_parameters_are_named(pool: Pool, run: RunDirectory) -> None:

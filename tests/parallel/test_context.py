@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import user_code
 from context_cases import MODELS, attend, recipe_for, refusal_of_ring, step
 from pool import Pool
 from torch import nn
@@ -159,3 +160,24 @@ def test_an_evaluation_of_split_sequences_is_that_of_one_process(pool: Pool, tmp
     for found, expected in zip(split, one, strict=True):
         assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-12)
         assert found["validation_accuracy"] == expected["validation_accuracy"] > 0
+
+
+def test_a_users_mean_over_a_part_of_the_sequences_is_refused_on_all_ranks(pool: Pool, run: RunDirectory) -> None:
+    recipe = recipe_for("gpt", mesh={"context": 2}, loss=f"{user_code.__file__}:mean_of_tokens")
+    with pytest.raises(AssertionError) as caught:
+        pool.run(2, trained, str(run.path), recipe)
+    said = "InputError: the loss: found a mean over a rank's part of the sequences (plan.mesh.context 2)"
+    assert str(caught.value).count(said) == 2
+    assert not [row for row in read_metrics(run) if "loss" in row], "no step was made"
+
+
+def test_a_users_sum_and_count_over_parts_give_the_loss_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    losses = []
+    for ranks in (1, 2):
+        recipe = recipe_for("gpt", mesh={"context": ranks}, loss=f"{user_code.__file__}:sum_of_tokens")
+        directory = RunDirectory.create(tmp_path, f"on-{ranks}")
+        pool.run(ranks, trained, str(directory.path), recipe)
+        losses.append([row["loss"] for row in read_metrics(directory) if "loss" in row])
+    one, split = losses
+    assert len(one) == 2
+    assert split == pytest.approx(one, rel=1e-12)

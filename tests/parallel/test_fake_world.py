@@ -13,17 +13,23 @@ from gradus.schema.recipe import Recipe
 
 TENSOR, PIPELINE, SHARD = 8, 4, 2
 LAYERS, WIDTH, VOCABULARY = 8, 64, 128
-GPT = {"use": "gpt", "layers": LAYERS, "width": WIDTH, "heads": 8, "context": 32, "vocabulary": VOCABULARY}
-RECIPE = Recipe.from_document(
-    {
-        "name": "64",
-        "model": {**GPT, "tied": False},
-        "data": {"use": "synthetic-tokens"},
-        "batch": 8,
-        "steps": 1,
-        "plan": {"mesh": {"tensor": TENSOR, "pipeline": PIPELINE, "shard": SHARD}, "zero": 3, "accumulate": 4},
-    }
-)
+GPT = {"use": "gpt", "width": WIDTH, "heads": 8, "context": 32, "vocabulary": VOCABULARY, "tied": False}
+
+
+def recipe_of(layers: int) -> Recipe:
+    return Recipe.from_document(
+        {
+            "name": "64",
+            "model": {**GPT, "layers": layers},
+            "data": {"use": "synthetic-tokens"},
+            "batch": 8,
+            "steps": 1,
+            "plan": {"mesh": {"tensor": TENSOR, "pipeline": PIPELINE, "shard": SHARD}, "zero": 3, "accumulate": 4},
+        }
+    )
+
+
+RECIPE = recipe_of(LAYERS)
 MESH = RECIPE.plan.mesh
 
 
@@ -52,6 +58,14 @@ def test_a_rank_has_the_blocks_of_its_stage_and_no_memory_for_them_yet(rank: tup
     assert held == {str(block) for block in mine}
     assert ("embedding.token.weight" in part["whole"]) == (stage == 0)
     assert ("head.output.weight" in part["whole"]) == (stage == PIPELINE - 1)
+    assert part["sharded apart"] == [f"blocks.{block}" for block in mine]
+
+
+def test_a_stage_with_one_block_shards_it_by_itself_too(pool: Pool) -> None:
+    """So that zero 3 lets go of it after its turn: by its stage alone nobody could tell that it is repeated."""
+    (part,) = pool.run(1, part_of_rank, 16, recipe_of(layers=PIPELINE))
+    assert part["blocks"] == [[1]]
+    assert part["sharded apart"] == ["blocks.1"]
 
 
 def test_a_rank_holds_its_slice_of_its_shard_of_each_parameter(rank: tuple[int, dict[str, Any]]) -> None:

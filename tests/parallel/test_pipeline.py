@@ -248,6 +248,7 @@ CASES = {
     "zero-bubble, two stages per rank, shards": Case(
         {"pipeline": 2, "shard": 2}, {"pipeline_schedule": "zero-bubble", "stages_per_rank": 2, "zero": 2}
     ),
+    "one block per stage, zero 3": Case({"pipeline": 2, "shard": 2}, model={**GPT, "layers": 2}),
     "fewer micro-batches than ranks": Case({"pipeline": 4}, {"pipeline_schedule": "zero-bubble"}, samples=(2, 2)),
     "one micro-batch": Case({"pipeline": 4}, {"pipeline_schedule": "gpipe"}, samples=(2,)),
     "a decoder tied to the embedding": Case({"pipeline": 2}, model=BERT),

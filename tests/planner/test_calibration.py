@@ -82,11 +82,14 @@ def test_a_device_of_unknown_speed_gets_its_achieved_rate():
     assert (found.factors, found.flops_per_second) == ({}, 4.167e11)
     assert step_at_achieved_rate(1e12, found).total == pytest.approx(2.4, rel=0.001), "its optimizer and all"
     assert step_at_achieved_rate(1e12, Calibration()) is None
+    assert step_at_achieved_rate(1e12, found, ranks=4).total == pytest.approx(9.6, rel=0.001), "four share the node"
 
 
 def test_a_prediction_says_whether_it_is_calibrated():
     plain = Cluster(name="site", cpu_cores=8, memory_gib=16)
     assert "Not calibrated" in calibration_basis(plain)[0]
+    bare = plain.model_copy(update={"calibration": Calibration(factors={"compute": 1.5})})
+    assert calibration_basis(bare) == ["Calibrated, the cluster file does not say on what: compute × 1.5."]
     said = calibration_basis(plain.model_copy(update={"calibration": factors()}))[0]
     assert said.startswith("Calibrated on NVIDIA H200, torch 2.13.0, ")
     assert "compute × 1.1" in said

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
 
 import gradus
+from gradus.planner.choice.search import gain_worth_it
 from gradus.planner.defaults import default_plan
 from gradus.planner.layout_table import MOST_LINES, layout_document, layout_lines, layout_text, layout_words
 from gradus.planner.planning import plan_to_train, planned, site_for
@@ -50,7 +52,7 @@ def test_choices_have_a_plan_a_prediction_and_reasons():
     assert best.prediction.verdict == "fits"
     assert best.prediction.limit_bytes == 141 * 2**30
     seconds = [choice.prediction.step.total for choice in choices]
-    assert seconds[0] <= min(seconds) + max(0.03 * min(seconds), 0.001), "simplicity is worth no more"
+    assert seconds[0] <= min(seconds) + gain_worth_it(min(seconds)), "simplicity is worth no more"
     assert all(choice.plan.mesh.world_size == 16 for choice in choices)
     assert len({str(choice.plan) for choice in choices}) == len(choices) > 1
 
@@ -253,6 +255,44 @@ def test_a_run_that_cannot_fit_is_refused_unless_the_recipe_says_all_of_it():
     choice, [note] = plan_to_train(resolved(told), SMALL, 1)
     assert choice.plan.micro_batch == 64
     assert note.startswith("started as the recipe says, although no plan fits")
+
+
+@pytest.mark.parametrize(("nproc", "fixed"), [(1, {}), (8, {"accumulate": 2})])
+def test_a_refusal_to_start_says_how_to_start_all_the_same(tmp_path, nproc, fixed):
+    (tmp_path / "recipe.yaml").write_text(recipe(**fixed).to_yaml())
+    with pytest.raises(NoPlanFits) as caught:
+        plan_to_train(resolved(Recipe.load(tmp_path / "recipe.yaml")), SMALL, nproc)
+    typed = shlex.split(caught.value.hint.partition("to start it all the same: ")[2])
+    assert typed[::2] == ["--set"] * (len(typed) // 2)
+    told = Recipe.load(tmp_path / "recipe.yaml", tuple(typed[1::2]))
+    choice, [note] = plan_to_train(resolved(told), SMALL, nproc)
+    assert choice.plan.mesh.world_size == nproc
+    assert note.startswith("started as the recipe says, although no plan fits")
+
+
+def test_limits_hold_for_a_number_of_gpus_that_is_asked_for_too():
+    long = Recipe.from_document(recipe().model_dump(exclude_unset=True) | {"steps": 1000})
+    with pytest.raises(NoPlanFits, match=r"--deadline: the run takes .* on 8 GPUs; 1 seconds are allowed"):
+        gradus.plan(long, SITE, gpus=8, deadline="1s")
+    with pytest.raises(NoPlanFits, match=r"--gpu-hours: the run takes .* GPU-hours on 8 GPUs; 1e-06 GPU-hours"):
+        gradus.plan(long, SITE, gpus=8, gpu_hours=1e-6)
+    with pytest.raises(NoPlanFits, match="--deadline"):
+        gradus.plan(recipe(mesh={"replicate": 8}), SITE, deadline="0.001s")
+    kept = gradus.plan(long, SITE, gpus=8, deadline="10d")
+    assert all(choice.prediction.budget.seconds <= 10 * 86400 for choice in kept)
+
+
+def test_a_limit_that_nobody_can_keep_is_refused_with_the_cause():
+    with pytest.raises(InputError, match="--deadline: laptop has no GPUs"):
+        gradus.plan(recipe(), LAPTOP, gpus=2, deadline="1s")
+    unknown = SITE.model_copy(update={"gpu": GpuNumbers(name="Mystery", memory_gib=80, compute_capability=[9, 0])})
+    with pytest.raises(NoPlanFits, match="how fast Mystery of site is, is not known"):
+        gradus.plan(recipe(), unknown, deadline="1d")
+
+
+def test_nodes_of_gpus_on_a_cluster_without_any_are_refused_in_its_name():
+    with pytest.raises(InputError, match="found 2x2, but laptop has no GPUs"):
+        site_for(LAPTOP, "2x2")
 
 
 def test_what_is_said_to_fit_when_nothing_does_is_planned_then():

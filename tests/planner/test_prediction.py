@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from planner_cases import GIB, recipe, site
 
 import gradus
 from gradus.planner.prediction import Predictor, device_bytes, predicted
-from gradus.planner.profile.request import ProfileRequest, profile_for
+from gradus.planner.profile.request import ProfileRequest, profile_for, request_for
+from gradus.planner.step_error import (
+    ACROSS_NODES,
+    CALIBRATED,
+    MEASURED,
+    MEASURED_COMPILED,
+    OTHER_VENDOR,
+    SAME_VENDOR,
+)
 from gradus.schema.calibration import Calibration
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.errors import InputError
@@ -116,6 +125,15 @@ def test_links_that_are_assumed_are_named_where_they_are_used() -> None:
     assert len([sentence for sentence in across.basis if "links." in sentence]) == 2
 
 
+def test_it_is_said_what_a_step_waits_for_on_the_host() -> None:
+    def said(found: Prediction) -> tuple[int, int]:
+        return tuple(sum(words in line for line in found.basis) for words in ("for data", "host holds up"))  # type: ignore[return-value]
+
+    assert said(foreseen()) == (1, 1)
+    wide = {"use": "gpt", "layers": 2, "width": 8192, "heads": 64, "context": 2048, "vocabulary": 512}
+    assert said(foreseen(Plan(precision="bf16", micro_batch=8), model=wide, batch=8)) == (1, 0)
+
+
 def test_on_a_cpu_ranks_share_the_memory_of_the_node_and_no_driver_takes_any() -> None:
     laptop = Cluster(name="laptop", cpu_cores=8, memory_gib=16)
     found = foreseen(Plan(micro_batch=16, mesh=Mesh(replicate=4)), laptop)
@@ -144,3 +162,106 @@ def test_what_is_certain_is_below_what_is_predicted() -> None:
             share = 64 // mesh.data_ranks
             plan = Plan(mesh=mesh, zero=zero, precision="bf16", accumulate=share, recompute=recompute)
             assert 0 < predictor.least_bytes(plan) <= predictor.memory(plan).peak
+
+
+def test_a_card_whose_error_correction_takes_memory_has_less():
+    site = Cluster(name="cards", gpus_per_node=1, gpu="L40S", cpu_cores=8, memory_gib=64)
+    assert device_bytes(site) == round(44.42 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("plan", "field"),
+    [
+        (Plan(precision="bf16", micro_batch=1, mesh=Mesh(replicate=64)), "64 ranks need a GPU each, but site has 8"),
+        (Plan(precision="bf16", micro_batch=64, mesh=Mesh(tensor=7)), "7"),
+        (Plan(precision="bf16", micro_batch=64, mesh=Mesh(context=3)), "3"),
+        (Plan(precision="bf16", micro_batch=8, mesh=Mesh(shard=8, expert=8), zero=1), "expert"),
+    ],
+    ids=["more ranks than GPUs", "heads that do not divide", "tokens that do not divide", "no experts"],
+)
+def test_what_a_run_would_refuse_has_no_prediction_either(plan: Plan, field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        foreseen(plan)
+
+
+def test_ranks_that_share_a_gpu_by_their_plan_have_a_prediction() -> None:
+    shared = Plan(precision="bf16", micro_batch=4, mesh=Mesh(replicate=16), ranks_per_gpu=2)
+    assert foreseen(shared).limit_bytes == 40 * GIB
+
+
+def test_how_the_float8_weights_are_scaled_is_part_of_what_is_traced(monkeypatch) -> None:
+    asked = []
+
+    def traced(recipe: Any, requests: Any) -> Any:
+        asked.extend(requests)
+        return list(requests)
+
+    monkeypatch.setattr("gradus.planner.prediction.profiles_for", traced)
+    predictor = Predictor(recipe(), site())
+    for scaling in ("tensor", "row", "tensor"):
+        plan = Plan(precision="fp8", fp8_scaling=scaling)
+        assert predictor.profile(plan) == request_for(plan, site())
+    assert len(asked) == 2
+
+
+def test_a_run_without_end_is_null_in_json_and_reads_back(tmp_path) -> None:
+    """Nodes that fail every second, and checkpoints that take longer."""
+    where = site(failures_per_node_day=1e9, price_per_gpu_hour=2.0)
+    found = foreseen(cluster=where)
+    assert found.budget is not None
+    assert (found.budget.goodput, found.budget.seconds_with_failures) == (0.0, math.inf)
+    document = json.loads(found.to_json(), parse_constant=pytest.fail)
+    assert document["budget"]["seconds_with_failures"] is document["budget"]["gpu_hours"] is None
+    (tmp_path / "prediction.json").write_text(found.to_json())
+    assert Prediction.load(tmp_path / "prediction.json") == found
+
+
+def test_a_gpu_of_unknown_memory_is_tight_and_it_is_said() -> None:
+    mystery = site().model_copy(update={"gpu": "Mystery 9000"})
+    found = foreseen(cluster=mystery)
+    assert (found.limit_bytes, found.verdict) == (None, "tight")
+    assert any("How much memory Mystery 9000 has is not known" in sentence for sentence in found.basis)
+
+
+def test_a_limit_above_the_memory_of_the_device_is_that_of_the_device() -> None:
+    found = foreseen(PLAN.model_copy(update={"memory_limit_gib": 500.0}))
+    assert found.limit_bytes == 80 * GIB
+
+
+def test_the_driver_has_its_share_of_the_device_under_a_limit_too() -> None:
+    """Under the limit alone it would fit: the context is not under it."""
+    exact = foreseen().memory.peak / GIB * 1.13
+    under = PLAN.model_copy(update={"memory_limit_gib": exact})
+    assert foreseen(under, site(memory_gib=exact)).verdict == foreseen(PLAN, site(memory_gib=exact)).verdict
+    assert foreseen(under, site(memory_gib=foreseen().memory.peak / GIB * 0.5)).verdict == "no"
+
+
+def test_the_stated_error_of_a_step_follows_what_it_rests_on() -> None:
+    eager = PLAN.model_copy(update={"compile": False})
+
+    def error(cluster: Cluster, plan: Plan = eager) -> float | None:
+        return foreseen(plan, cluster).step_error
+
+    measured = site().model_copy(update={"gpu": "H200"})
+    assert error(measured) == MEASURED
+    assert error(measured, PLAN.model_copy(update={"compile": True})) == MEASURED_COMPILED
+    assert error(site().model_copy(update={"gpu": "A100-SXM4-80GB"})) == SAME_VENDOR
+    assert error(site().model_copy(update={"gpu": "MI300X"})) == OTHER_VENDOR
+    calibrated = measured.model_copy(update={"calibration": Calibration(factors={"compute": 1.1})})
+    assert error(calibrated) == CALIBRATED
+    two = measured.model_copy(update={"nodes": 2})
+    assert error(two, eager.model_copy(update={"mesh": Mesh(replicate=16), "micro_batch": 4})) == pytest.approx(
+        MEASURED + ACROSS_NODES
+    )
+    assert foreseen(cluster=site().model_copy(update={"gpu": "Mystery 9000"})).step_error is None
+
+
+def test_ranks_on_a_cpu_share_its_rate_and_have_no_buffers_of_nccl() -> None:
+    rate = Calibration(device="A CPU", software="torch", date="2026-11-15", flops_per_second=1e11)
+    laptop = Cluster(name="laptop", cpu_cores=8, memory_gib=64, calibration=rate)
+    alone = foreseen(Plan(micro_batch=64), laptop)
+    both = foreseen(Plan(micro_batch=32, mesh=Mesh(replicate=2)), laptop)
+    assert alone.step is not None
+    assert both.step is not None
+    assert both.step.total == pytest.approx(alone.step.total)
+    assert both.memory.communication == alone.memory.communication == 0

@@ -75,6 +75,8 @@ def test_hidden_communication_is_beside_the_sum():
     assert step_title(CHOICES[0].prediction) == (
         "Time of a step: 1.6 s · 781 k tok/s · MFU 41.0% of 312 TFLOP/s · HFU 51.2%"
     )
+    doubtful = CHOICES[0].prediction.model_copy(update={"step_error": 0.25})
+    assert step_title(doubtful).startswith("Time of a step: 1.6 s ±25% · ")
 
 
 def test_the_whole_run_in_lines():
@@ -89,7 +91,9 @@ def test_the_whole_run_in_lines():
         "1 step in 250 ms of training"
     ]
     never = BudgetPrediction(steps=9, seconds=9.0, seconds_with_failures=float("inf"), gpu_hours=0.0, goodput=0.0)
-    assert "for ever" in budget_lines(never, Plan())[1]
+    assert budget_lines(never, Plan())[1].startswith("it never ends: nodes fail faster than ")
+    endless = never.model_copy(update={"gpu_hours": float("inf")})
+    assert not any("inf" in line for line in budget_lines(endless, Plan()))
     short = BudgetPrediction(steps=9, seconds=9.0, gpu_hours=0.0, checkpoint_seconds=3.0, checkpoint_every_seconds=9.0)
     assert budget_lines(short, Plan())[1] == "a checkpoint takes 3 s, best once, at the end"
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from float8_cases import gradients_of_shards_in_fp8
+from float8_cases import begun_in_stages, gradients_of_shards_in_fp8
 from pool import Pool
 from torch import Tensor, nn
 from training_cases import recipe_for
@@ -353,6 +353,14 @@ def test_a_run_says_what_is_in_fp8_and_warns_of_small_products(
     assert "plan.compile" in said["warning"][1]
     losses = [row["loss"] for row in read_metrics(run) if "loss" in row]
     assert losses[-1] < losses[0]
+
+
+def test_in_a_pipeline_it_is_said_of_the_whole_model(pool: Pool, run: RunDirectory) -> None:
+    """Also which blocks are recomputed: a stage with one of them would call it no block."""
+    pool.run(2, begun_in_stages, str(run.path))
+    said = {event["event"]: event["message"] for event in read_events(run) if "message" in event}
+    assert said["precision"].startswith("fp8 (tensor scaling): 8 of 9 Linear layers; in bf16, tied to another layer")
+    assert said["recompute"] == "recompute full: 2 blocks (PreNormBlock)"
 
 
 def test_mx_needs_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,20 @@ def test_a_users_scalar_mean_is_weighted_by_samples(tmp_path: Path) -> None:
     assert (found.loss_sum.item(), found.count.item()) == (9.0, 3.0)
 
 
+def test_a_mean_over_a_part_of_the_sequences_is_refused(tmp_path: Path) -> None:
+    """A rank's part may have fewer valid tokens than another's, so that the mean of their means is another."""
+    use = users_loss(tmp_path, "def loss(output, batch):\n    return output.mean()\n")
+    for model, changes, hint in (
+        (Model(torch.ones(2)), {"loss": use}, "return the sum over valid tokens and their number"),
+        (Model(torch.tensor(0.5)), {}, "name a `loss` that returns (sum, count)"),
+    ):
+        objective = Objective(recipe(**changes), model, context=4)
+        with pytest.raises(InputError, match=r"found a mean over a rank's part .*plan\.mesh\.context 4") as caught:
+            objective(model, (0, 0), SAMPLES)
+        assert caught.value.details["field"] == "loss"
+        assert hint in str(caught.value.hint)
+
+
 @pytest.mark.parametrize("count", ["3", "torch.tensor(3)", "torch.tensor(3.0)"])
 def test_a_users_sum_and_count_are_taken_as_they_are(tmp_path: Path, count: str) -> None:
     use = users_loss(tmp_path, f"import torch\ndef loss(output, batch):\n    return output.sum(), {count}\n")

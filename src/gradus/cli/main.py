@@ -92,6 +92,9 @@ def plan(
     show_layout: Annotated[
         bool, typer.Option("--show-layout", help="Show node by node which rank holds which part.")
     ] = False,
+    show_modules: Annotated[
+        bool, typer.Option("--show-modules", help="Show what each module of the model computes, moves and keeps.")
+    ] = False,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Also write a page with all plans and charts.")
     ] = None,
@@ -104,7 +107,19 @@ def plan(
     from gradus.cli.plan import PlanOptions, plan_command
 
     options = PlanOptions(
-        recipe, cluster, gpus, deadline, budget, gpu_hours, top, tuple(set_), show_layout, html, measure, json
+        recipe,
+        cluster,
+        gpus,
+        deadline=deadline,
+        budget=budget,
+        gpu_hours=gpu_hours,
+        top=top,
+        overrides=tuple(set_),
+        show_layout=show_layout,
+        show_modules=show_modules,
+        html=html,
+        measure=measure,
+        as_json=json,
     )
     raise typer.Exit(run_command(lambda: plan_command(options), json))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from gradus.planner.defaults import Choice, ranks_on_a_node
 from gradus.planner.layout_table import layout_document, layout_text
 from gradus.planner.page import plan_page
 from gradus.planner.planning import planned, site_for
+from gradus.planner.profile.modules import ModuleRow, by_module, modules_text
+from gradus.planner.profile.request import profile_for, request_for
 from gradus.planner.resolve import resolved
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
+from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 
 
@@ -34,6 +37,7 @@ class PlanOptions:
     top: int = 10
     overrides: tuple[str, ...] = ()
     show_layout: bool = False
+    show_modules: bool = False
     html: str | None = None
     measure: bool = False
     as_json: bool = False
@@ -54,19 +58,28 @@ def plan_command(options: PlanOptions) -> int:
         measured, site = {"calibration": calibrated.document()}, calibrated.cluster
         found = planned(recipe, site, count, at_hand=at_hand, limits=limits, most=options.top)
     choices, refused = found.choices, found.refused
+    best = choices[0].plan
+    modules = _modules(recipe, best, site) if options.show_modules else []
     if options.html is not None:
         _write(options.html, plan_page(recipe.name, f"{recipe.model.use} on {site.name}", choices, refused))
     if options.as_json:
         documents = [_document(choice, site, options.show_layout) for choice in choices]
-        print_json({"choices": documents, "refused": refused, **measured})
+        shown = {"modules": [asdict(row) for row in modules]} if options.show_modules else {}
+        print_json({"choices": documents, "refused": refused, **shown, **measured})
         return 0
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
     show_plans(choices, refused)
     if options.show_layout:
-        best = choices[0].plan
         print("\n" + layout_text(best, ranks_on_a_node(site, best)))
+    if options.show_modules:
+        print("\n" + modules_text(modules, best.micro_batch))
     return 0
+
+
+def _modules(recipe: Recipe, plan: Plan, site: Cluster) -> list[ModuleRow]:
+    """What each module of the model does in one pass of the plan."""
+    return by_module(profile_for(recipe, request_for(plan, site)), plan.micro_batch)
 
 
 def _document(choice: Choice, site: Cluster, show_layout: bool) -> dict[str, Any]:

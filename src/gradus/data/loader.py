@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gradus.data.collate import collated
 from gradus.data.order import indices_at
-from gradus.data.source import Source
+from gradus.data.source import RESIDENT_BYTES, Source
 from gradus.data.split import Part
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.stable_hash import stable_hash
@@ -30,7 +30,6 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 Request = tuple[int, int]  # (first position, real samples) of a micro-batch
 
 INDICES_AT_ONCE = 32768  # of data on the device: computing and sending them one batch at a time would show
-RESIDENT_BYTES = 2 * 1024**3  # larger datasets are not kept on the device
 
 
 class MicroBatch(NamedTuple):

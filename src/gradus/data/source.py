@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Batch = dict[str, NDArray[Any]] | tuple[NDArray[Any], ...]
 
+RESIDENT_BYTES = 2 * 1024**3  # larger datasets are not kept on the device
+
 
 class Source(ABC):
     """Samples by index, read in batches in a compact raw form and finished on the training device."""

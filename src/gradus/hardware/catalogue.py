@@ -29,6 +29,7 @@ class Gpu:
     multiprocessors: int | None = None  # streaming multiprocessors, or compute units
     l2_mib: float | None = None
     matmul_tflops: Mapping[str, float] = field(default_factory=dict)  # the most that large matrix products reached
+    usable_gib: float | None = None  # of its memory, where that is known to be less than nearly all
     also_called: tuple[str, ...] = ()  # other names that mean exactly this device
 
 
@@ -77,6 +78,7 @@ def _gpu(entry: Mapping[str, Any]) -> Gpu:
         driver_names=tuple(entry["driver_names"]),
         compute_capability=None if capability is None else (capability[0], capability[1]),
         memory_gb=groups["memory"]["gb"],
+        usable_gib=groups["memory"].get("usable_gib"),
         memory_bandwidth_gb_per_second=groups["memory"]["bandwidth_gb_per_second"],
         peak_tflops=groups["peak_tflops"],
         power_watts=groups["power"]["watts"] if "power" in groups else None,

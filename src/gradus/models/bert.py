@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradus.models.flops import FORWARD_AND_BACKWARD
 from gradus.models.initialise import BareLayers, init_transformer
-from gradus.models.layers import Attention, GeluMLP, LayerNorm, blocks_tensor_plan, every_position, require_length
+from gradus.models.layers import Attention, GeluMLP, LayerNorm, every_position, require_length, text_tensor_plan
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import BERTSettings
 
@@ -97,14 +97,9 @@ class BERT(nn.Module):
 
     def tensor_plan(self, slices: int) -> dict[str, str]:
         """How tensor parallelism divides the layers; into so many slices the sequence may be cut between blocks."""
-        in_slices = slices > 1 and self.settings.context % slices == 0
-        plan = blocks_tensor_plan(in_slices)
-        plan["embedding.token"] = "rowwise_scatter" if in_slices else "rowwise"
-        plan["head.decoder"] = "vocabulary_gather" if in_slices else "vocabulary"
-        if in_slices:
-            plan |= {"embedding.position": "slice", "embedding.token_type": "slice"}
-            plan |= dict.fromkeys(("embedding.norm", "head.dense", "head.norm"), "sequence")
-        return plan
+        also = dict.fromkeys(("embedding.position", "embedding.token_type"), "slice")
+        also |= dict.fromkeys(("embedding.norm", "head.dense", "head.norm"), "sequence")
+        return text_tensor_plan(self.settings.context, slices, output="head.decoder", also_in_slices=also)
 
     def flops_per_sample(self) -> float:
         """Training FLOPs of `context` tokens, each of which sees all others. The head works on every token."""

@@ -255,8 +255,10 @@ def _groups(x_md: Tensor, stacked: Tensor) -> bool:
         return False
     aligned = all(size % GROUPED_ALIGNMENT == 0 for size in stacked.shape[1:])
     if isinstance(x_md, FakeTensor):  # measured for a GPU that is not here
-        return aligned
-    return aligned and x_md.device.type == "cuda" and torch.cuda.get_device_capability(x_md.device) >= (9, 0)
+        capability = getattr(x_md.fake_mode, "capability", (0, 0))
+    else:
+        capability = torch.cuda.get_device_capability(x_md.device) if x_md.device.type == "cuda" else (0, 0)
+    return aligned and capability >= (9, 0)
 
 
 def _grouped_product(counts_e: Tensor) -> Callable[[Tensor, Tensor], Tensor]:

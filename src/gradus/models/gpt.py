@@ -18,9 +18,9 @@ from gradus.models.layers import (
     RMSNorm,
     Rotary,
     SwigluMLP,
-    blocks_tensor_plan,
     every_position,
     require_length,
+    text_tensor_plan,
 )
 from gradus.models.output import LossOutput, classification_loss
 from gradus.models.settings import GPTSettings
@@ -171,13 +171,8 @@ class GPT(nn.Module):
 
     def tensor_plan(self, slices: int) -> dict[str, str]:
         """How tensor parallelism divides the layers; into so many slices the sequence may be cut between blocks."""
-        in_slices = slices > 1 and self.settings.context % slices == 0
-        plan = blocks_tensor_plan(in_slices)
-        plan["embedding.token"] = "rowwise_scatter" if in_slices else "rowwise"
-        plan["head.output"] = "vocabulary_gather" if in_slices else "vocabulary"
-        if in_slices:
-            plan |= {"embedding.position": "slice", "head.norm": "sequence"}
-        return plan
+        also = {"embedding.position": "slice", "head.norm": "sequence"}
+        return text_tensor_plan(self.settings.context, slices, output="head.output", also_in_slices=also)
 
     def flops_per_sample(self) -> float:
         """Training FLOPs of `context` tokens. Causal attention is counted as the half square that it needs.

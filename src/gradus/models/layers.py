@@ -174,6 +174,21 @@ def blocks_tensor_plan(in_slices: bool) -> dict[str, str]:
     return plan
 
 
+def text_tensor_plan(context: int, slices: int, *, output: str, also_in_slices: dict[str, str]) -> dict[str, str]:
+    """How tensor parallelism divides a model of tokens: its blocks, its vocabulary in the table and in the `output`.
+
+    The sequence may be cut into so many `slices` between blocks, if they divide the longest one; `also_in_slices` are
+    the layers that then take slices.
+    """
+    in_slices = slices > 1 and context % slices == 0
+    return {
+        **blocks_tensor_plan(in_slices),
+        "embedding.token": "rowwise_scatter" if in_slices else "rowwise",
+        output: "vocabulary_gather" if in_slices else "vocabulary",
+        **(also_in_slices if in_slices else {}),
+    }
+
+
 def require_length(length: int, context: int) -> None:
     """Raise if a sequence is longer than the model has positions; on a GPU it would fail far from here, if at all."""
     if length > context:

@@ -14,6 +14,7 @@ In a pipeline gradients stay whole until the schedule's end with any of them: to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,11 +34,18 @@ from gradus.parallel.world import World
 from gradus.schema.plan import Plan
 
 
-def shard(model: nn.Module, world: World, plan: Plan, computing: torch.dtype | None) -> None:
+def shard(
+    model: nn.Module,
+    world: World,
+    plan: Plan,
+    computing: torch.dtype | None,
+    blocks: Sequence[nn.Module] | None = None,
+) -> None:
     """Divide the model in place, block by block. It may be on the meta device, and then has no memory yet.
 
     `computing` is the format that gathered parameters are turned into; None leaves them as they are. Inputs are left
-    alone: autocast decides, operator by operator, as it does without sharding.
+    alone: autocast decides, operator by operator, as it does without sharding. Of a part of a model, `blocks` are those
+    of the whole: a pipeline stage with one block does not show that it is repeated.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=computing,
@@ -51,8 +59,10 @@ def shard(model: nn.Module, world: World, plan: Plan, computing: torch.dtype | N
         "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if plan.offload == "cpu" else OffloadPolicy(),
     }
     shard_experts(model, world, **options, reshard_after_forward=plan.zero == 3)
-    for block in repeated_blocks(model):
-        fully_shard(block, **options, reshard_after_forward=plan.zero == 3)
+    held = set(model.modules())
+    for block in repeated_blocks(model) if blocks is None else blocks:
+        if block in held:
+            fully_shard(block, **options, reshard_after_forward=plan.zero == 3)
     # The parts around the blocks are the first in forward and the last in backward, or the other way round: to let go
     # of them in between would gather them again at once.
     fully_shard(model, **options, reshard_after_forward=False)

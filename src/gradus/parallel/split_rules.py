@@ -201,6 +201,20 @@ def context_capacity(case: Case) -> InputError | None:
     )
 
 
+def context_loss(case: Case) -> InputError | None:
+    context, loss = case.plan.mesh.context, case.recipe.loss
+    if context == 1 or loss is None or not loss.use.startswith(("torch.nn:", "torch.nn.")):
+        return None  # what a user's own returns is seen at the first step
+    return refused(
+        "plan.mesh.context",
+        context,
+        f"{loss.use} gives a mean over a rank's part of the sequences, and parts need not have equally many valid "
+        "tokens",
+        allowed=1,
+        hint="use loss: cross-entropy or mse, or a function of your own that returns (sum, count)",
+    )
+
+
 # --- pipeline
 
 

@@ -261,6 +261,7 @@ RULES: dict[str, Rule] = {
     "context does not divide": split_rules.context_length,
     "context, ring": split_rules.context_ring,
     "context, capacity of experts": split_rules.context_capacity,
+    "context, mean of a loss": split_rules.context_loss,
     "pipeline, model": split_rules.pipeline_model,
     "pipeline, no loss": split_rules.pipeline_loss,
     "pipeline, balance loss": split_rules.pipeline_balance,

@@ -138,9 +138,12 @@ def budget(
         every = min(daly_interval(saving, between), seconds)
         goodput = expected_goodput(every, saving, between, ASSUMED_RESTART_SECONDS)
         with_failures = seconds / goodput if goodput > 0 else math.inf
-    gpu_hours = gpus_of(plan, cluster) * (with_failures if with_failures is not None else seconds) / HOUR
-    watts = _watts(cluster)
-    price = cluster.price_per_gpu_hour if cluster.gpus_per_node else None
+        goodput = goodput if math.isfinite(with_failures) else 0.0
+    gpus = gpus_of(plan, cluster)
+    gpu_hours = gpus * (with_failures if with_failures is not None else seconds) / HOUR if gpus else 0.0
+    ends = math.isfinite(gpu_hours)
+    watts = _watts(cluster) if ends else None
+    price = cluster.price_per_gpu_hour if ends and cluster.gpus_per_node else None
     return BudgetPrediction(
         steps=length.steps,
         seconds=seconds,

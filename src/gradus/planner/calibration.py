@@ -134,11 +134,14 @@ def corrected_memory(memory: MemoryPrediction, calibration: Calibration) -> Memo
     return memory.model_copy(update={kind: round(getattr(memory, kind) * calibration.factor(kind)) for kind in kinds})
 
 
-def step_at_achieved_rate(flops: float, calibration: Calibration) -> StepPrediction | None:
-    """A step of a device whose speed nobody quotes, at the FLOP/s that it achieved; `flops` are those of a rank."""
+def step_at_achieved_rate(flops: float, calibration: Calibration, ranks: int = 1) -> StepPrediction | None:
+    """A step where nobody quotes a speed, as of CPUs, at the FLOP/s that were achieved; `flops` are those of a rank.
+
+    They were achieved by one rank with the whole node, which the `ranks` on a node share.
+    """
     if calibration.flops_per_second is None:
         return None
-    return StepPrediction(compute=flops / calibration.flops_per_second)
+    return StepPrediction(compute=flops * ranks / calibration.flops_per_second)
 
 
 def calibration_basis(cluster: Cluster) -> list[str]:
@@ -146,7 +149,8 @@ def calibration_basis(cluster: Cluster) -> list[str]:
     known = cluster.calibration
     if not known.measured:
         return ["Not calibrated: gradus plan --measure compares with real steps."]
-    said = f"Calibrated on {known.device}, {known.software}, {known.date}"
+    on = ", ".join(text for text in (known.device, known.software, known.date) if text)
+    said = f"Calibrated on {on}" if on else "Calibrated, the cluster file does not say on what"
     if known.factors:
         said += ": " + ", ".join(f"{kind} × {factor:.3g}" for kind, factor in known.factors.items())
     if known.flops_per_second is not None:

@@ -6,9 +6,21 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gradus.planner.budget import gpus_of
 from gradus.planner.choice.candidates import Space, meshes, space_of
-from gradus.planner.choice.gpu_count import NO_LIMITS, Limits, counts, fewest, limits_of, within
-from gradus.planner.choice.nothing_fits import nothing_fits
+from gradus.planner.choice.gpu_count import (
+    NO_LIMITS,
+    Limits,
+    check_can_be_kept,
+    counts,
+    fewest,
+    kept,
+    limits_of,
+    missed,
+    time_of,
+    within,
+)
+from gradus.planner.choice.nothing_fits import nothing_fits, options
 from gradus.planner.choice.reasons import gib, reasons, refused
 from gradus.planner.choice.search import MOST_CHOICES, Found, Outcome, search
 from gradus.planner.defaults import Choice, check_ranks, default_plan, default_world_size, room_for, why_not_all
@@ -65,6 +77,8 @@ def planned(
 ) -> Planned:
     """The choices for a resolved recipe on so many GPUs of a site (ranks, where it has none), or as many as suit."""
     question = Question(recipe, Predictor(recipe, site))
+    if limits.given and (not site.gpus_per_node or recipe.model.use == OWN):
+        raise _no_limits(limits, recipe, site)
     per_gpu = recipe.plan.ranks_per_gpu if site.gpus_per_node else 1
     ranks = gpus * per_gpu if gpus else None
     if "mesh" in recipe.plan.fixed or not question.searchable:
@@ -76,13 +90,20 @@ def planned(
     except InputError:
         raise
     except GradusError as problem:
+        if limits.given:
+            raise NoPlanFits(f"{limits.options[0]} cannot be kept: {problem.message}", hint=problem.hint) from None
         return Planned([default_plan(recipe, site, ranks)], notes=[_untraced(problem)])
+    if limits.given:
+        question.check_can_be_kept(limits)
     if not question.searchable:
         choice = default_plan(recipe, site, ranks)
-        return Planned([replace(choice, prediction=question.predictor.prediction(choice.plan))])
-    if ranks is None and limits.given:
-        ranks = question.ranks_within(limits)
-    elif ranks is None and "mesh" not in recipe.plan.fixed and not (at_hand and site.scheduler.kind == "local"):
+        only = Planned([replace(choice, prediction=question.predictor.prediction(choice.plan))])
+        return question.kept(limits, only, most) if limits.given else only
+    if limits.given:
+        if ranks is None and "mesh" not in recipe.plan.fixed:
+            ranks = question.ranks_within(limits)
+        return question.kept(limits, question.answer(ranks, max(most, MOST_CHOICES)), most)
+    if ranks is None and "mesh" not in recipe.plan.fixed and not (at_hand and site.scheduler.kind == "local"):
         ranks = question.fewest_ranks()  # of a cluster that others use, too
     return question.answer(ranks, most)
 
@@ -106,7 +127,7 @@ def plan_to_train(recipe: Recipe, cluster: Cluster, nproc: int | None) -> tuple[
     except NoPlanFits as problem:
         told = {"mesh", "recompute"} <= recipe.plan.fixed and {"micro_batch", "accumulate"} & recipe.plan.fixed
         if not told:
-            raise
+            raise _with_a_way_to_start(problem) from None
         # Who says all of this means it, and a prediction does not forbid it.
         return default_plan(recipe, cluster, nproc), [f"started as the recipe says, although {problem.message}"]
     return found.choices[0], found.notes
@@ -209,17 +230,57 @@ class Question:
 
     def fewest_ranks(self) -> int:
         """The fewest on which something fits; where nothing does, all of them, which is then refused."""
-        gpus = fewest(lambda n: self.space(self._ranks(n)), self.predictor, self._counts)
+        gpus = self._fewest()
         return self._ranks(gpus if gpus is not None else self._counts[-1])
 
+    def _fewest(self) -> int | None:
+        return fewest(lambda n: self.space(self._ranks(n)), self.predictor, self._counts)
+
     def ranks_within(self, limits: Limits) -> int:
-        ranks = self.fewest_ranks()
-        choices = [n for n in self._counts if self._ranks(n) >= ranks and meshes(self.space(self._ranks(n)))]
-        return self._ranks(within(limits, choices, self._budget, self.cluster)) if choices else ranks
+        """The best number under the limits; where nothing fits on any, all of them, which is then refused."""
+        least = self._fewest()
+        if least is None:
+            return self._ranks(self._counts[-1])
+        choices = [n for n in self._counts if n >= least and meshes(self.space(self._ranks(n)))]
+        return self._ranks(within(limits, choices, self._budget))
+
+    def check_can_be_kept(self, limits: Limits) -> None:
+        length, speed = self.predictor.length, self.predictor.device
+        check_can_be_kept(
+            limits, self.recipe, self.cluster, length_known=length is not None, speed_known=speed is not None
+        )
+
+    def kept(self, limits: Limits, found: Planned, most: int) -> Planned:
+        """The choices that keep the limits; refused if none does."""
+        budgets = [choice.prediction.budget if choice.prediction else None for choice in found.choices]
+        good = [c for c, budget in zip(found.choices, budgets, strict=True) if budget and kept(limits, budget)]
+        if good:
+            return replace(found, choices=good[:most])
+        known = [(budget, choice) for choice, budget in zip(found.choices, budgets, strict=True) if budget]
+        budget, choice = min(known, key=lambda one: time_of(one[0]))
+        raise missed(limits, budget, gpus_of(choice.plan, self.cluster))
 
     def _budget(self, gpus: int) -> BudgetPrediction | None:
         found = self.found(self._ranks(gpus), 1)
         return self.predictor.prediction(found.ranked[0].plan).budget if found.ranked else None
+
+
+def _with_a_way_to_start(problem: NoPlanFits) -> NoPlanFits:
+    """A prediction may be wrong: who knows better can start the run all the same, as the plan that comes nearest."""
+    if "start_anyway" not in problem.details:
+        return problem
+    anyway = f"to start it all the same: {options(problem.details['start_anyway'])}"
+    hint = f"{problem.hint}; or, {anyway}" if problem.hint else anyway
+    return NoPlanFits(problem.message, hint=hint, **problem.details)
+
+
+def _no_limits(limits: Limits, recipe: Recipe, site: Cluster) -> InputError:
+    option = limits.options[0]
+    if not site.gpus_per_node:
+        why = f"{site.name} has no GPUs, and how fast its processors are is not predicted"
+    else:
+        why = f"what model.use {recipe.model.use} does is not known before it runs"
+    return InputError(f"{option}: {why}, so no limit can be kept", hint=f"plan without {option}", field=option)
 
 
 def _untraced(problem: GradusError) -> str:
@@ -253,6 +314,14 @@ def site_for(cluster: Cluster | str | Path | None, gpus: int | str | None) -> tu
 
 
 def _too_many(site: Cluster, gpus: int | str, at_hand: bool) -> InputError:
+    if not site.gpus_per_node:
+        return InputError(
+            f"--gpus: found {gpus}, but {site.name} has no GPUs",
+            hint="for so many ranks on its processors, say their number alone: --gpus 4",
+            field="--gpus",
+            found=gpus,
+            allowed="a number of ranks",
+        )
     has = f"{site.nodes} node{'s' if site.nodes > 1 else ''} of {site.gpus_per_node}"
     return InputError(
         f"--gpus: found {gpus}, but {site.name} has {has} GPUs",

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradus.hardware.cluster import gpu_of
+from gradus.parallel.support import check_supported
 from gradus.planner.budget import Length, budget, budget_basis, checkpoint_bytes, dataset_length, length_of
 from gradus.planner.calibration import calibration_basis, corrected_memory, step_at_achieved_rate
 from gradus.planner.choice.candidates import waits_on_host
-from gradus.planner.defaults import ranks_on_a_node, surroundings
+from gradus.planner.defaults import case_of, check_ranks, ranks_on_a_node, surroundings
 from gradus.planner.memory.device_memory import NO_GPU
 from gradus.planner.memory.host_memory import HostFacts
 from gradus.planner.memory.rank_memory import (
@@ -27,11 +28,13 @@ from gradus.planner.memory.rank_memory import (
 )
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.request import NARROW, ProfileRequest, capability_of, profiles_for, request_for
+from gradus.planner.resident_data import resident_bytes
 from gradus.planner.resolve import resolved
 from gradus.planner.speed.device import Device, device_of
 from gradus.planner.speed.network import fabric_of
-from gradus.planner.speed.step_time import StepFacts, predicted_step
+from gradus.planner.speed.step_time import StepFacts, launching_seconds, predicted_step
 from gradus.planner.speed.throughput import hardware_flops, model_flops, throughput
+from gradus.planner.step_error import step_error
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import BudgetPrediction, MemoryPrediction, Prediction, StepPrediction, Verdict
@@ -42,6 +45,7 @@ GIB = 2**30
 # (ali-vilab/VGen issue 104), 31.75 of 32 (hiyouga/LlamaFactory issue 182), 23.53 of 24 on an A30
 # (google/RB-Modulation issue 5). The least of these shares, rounded down.
 USABLE = 0.98
+NOTICED = 0.01  # of a step: waiting for less is not worth a sentence
 
 
 def predict(recipe: Recipe | str | Path, cluster: Cluster | str | Path, plan: Plan) -> Prediction:
@@ -50,6 +54,9 @@ def predict(recipe: Recipe | str | Path, cluster: Cluster | str | Path, plan: Pl
     site = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
     with recipe.blamed():
         plan.check(recipe.batch, plan.mesh.world_size)
+        # What a run would refuse has no prediction either.
+        check_ranks(recipe.model_copy(update={"plan": plan}), site, plan.mesh.world_size, None)
+        check_supported(case_of(recipe, site, plan))
     return Predictor(recipe, site).prediction(plan)
 
 
@@ -63,7 +70,7 @@ def device_bytes(cluster: Cluster) -> int | None:
     if isinstance(cluster.gpu, GpuNumbers) and cluster.gpus_per_node:
         return round(cluster.gpu.memory_gib * GIB)
     gpu = gpu_of(cluster)
-    return round(gpu.memory_gb * USABLE * GIB) if gpu is not None else None
+    return round((gpu.usable_gib or gpu.memory_gb * USABLE) * GIB) if gpu is not None else None
 
 
 class Predictor:
@@ -75,8 +82,8 @@ class Predictor:
         self.device: Device | None = device_of(cluster) if cluster.gpus_per_node else None
         self._profile = profile
         self._step_facts = StepFacts.of(recipe)
-        self._profiles: dict[tuple[str, bool, bool], ModelProfile] = {}
-        self._facts: dict[int, MemoryFacts] = {}
+        self._profiles: dict[ProfileRequest, ModelProfile] = {}
+        self._facts: dict[tuple[int, bool], MemoryFacts] = {}
         self._memories: dict[str, RankMemory] = {}
         self._seconds: dict[str, StepPrediction | None] = {}
 
@@ -99,10 +106,10 @@ class Predictor:
     def profile(self, plan: Plan) -> ModelProfile:
         if self._profile is not None:
             return self._profile
-        kind = (plan.precision, plan.sharded, plan.channels_last)
-        if kind not in self._profiles:
-            self._profiles[kind] = profiles_for(self.recipe, [request_for(plan, self.cluster)])[0]
-        return self._profiles[kind]
+        request = request_for(plan, self.cluster)
+        if request not in self._profiles:
+            self._profiles[request] = profiles_for(self.recipe, [request])[0]
+        return self._profiles[request]
 
     def rank_memory(self, plan: Plan) -> RankMemory:
         key = plan.model_dump_json()
@@ -122,9 +129,15 @@ class Predictor:
         needs, has = self.host_bytes(plan)
         if waits_on_host(plan) and needs > has:
             return "no"
-        reached = verdict(found.memory, limit, found.error, capped=plan.memory_limit_gib is not None)
-        # Of a model that could not be traced, nobody knows what else it keeps.
-        return "tight" if reached == "fits" and not self.profile(plan).traced else reached
+        reached = {verdict(found.memory, limit, found.error, capped=plan.memory_limit_gib is not None)}
+        if plan.memory_limit_gib is not None:  # the driver's share is not under it, but on the device all the same
+            uncapped = plan.model_copy(update={"memory_limit_gib": None})
+            reached.add(verdict(found.memory, limit_bytes(uncapped, self._device_bytes(plan)), found.error))
+        if "no" in reached:
+            return "no"
+        # Nobody knows what else a model keeps that could not be traced, nor how much fits on an unknown GPU.
+        doubtful = not self.profile(plan).traced or limit is None
+        return "tight" if "tight" in reached or doubtful else "fits"
 
     def host_bytes(self, plan: Plan) -> tuple[int, int]:
         return self.rank_memory(plan).host.peak, round(self.cluster.memory_gib * GIB)
@@ -138,7 +151,7 @@ class Predictor:
                 found = predicted_step(profile, plan, self.cluster, self.device, self._step_facts)
             else:
                 share = hardware_flops(profile, plan) / plan.mesh.world_size
-                found = step_at_achieved_rate(share, self.cluster.calibration)
+                found = step_at_achieved_rate(share, self.cluster.calibration, self._ranks_on_a_node(plan))
             self._seconds[key] = found
         return self._seconds[key]
 
@@ -156,6 +169,7 @@ class Predictor:
             memory_error=found.error,
             host_memory=found.host,
             step=step,
+            step_error=self._step_error(plan) if step is not None else None,
             tokens_per_second=reached.tokens_per_second if reached else None,
             samples_per_second=reached.samples_per_second if reached else None,
             model_flops=model_flops(profile, plan),
@@ -169,7 +183,7 @@ class Predictor:
         )
 
     def _budget(self, plan: Plan, step: StepPrediction | None) -> BudgetPrediction | None:
-        length = self._length
+        length = self.length
         if step is None or length is None:
             return None
         profile, tensors = self.profile(plan), self._memory_facts(plan).optimizer_tensors
@@ -177,7 +191,7 @@ class Predictor:
         return budget(length, step.total, size, plan, self.cluster)
 
     @functools.cached_property
-    def _length(self) -> Length | None:
+    def length(self) -> Length | None:
         """How long the run is; None for epochs of data whose size is not known here."""
         dataset = dataset_length(self.recipe) if self.recipe.epochs is not None else None
         with self.recipe.blamed():
@@ -185,20 +199,38 @@ class Predictor:
 
     def _basis(self, profile: ModelProfile, plan: Plan, found: RankMemory) -> list[str]:
         how = "The model was traced operator by operator on fake tensors"
-        said = [f"{how}; memory is within {found.error:.0%} of that, or so it is meant."] if profile.traced else []
+        said = [f"{how}; the stated error of memory is {found.error:.0%}."] if profile.traced else []
         said += [_sentence(note) for note in profile.notes]
+        if any(op.kind == "convolution" for part in profile.parts for op in part.forward):
+            said.append("Memory is that from the second step on: in the first, cuDNN tries algorithms in what is free.")
         if not self.cluster.gpus_per_node:
             said.append("There is no GPU: memory is what a GPU would hold.")
-        elif self.device is None:
+        elif self._device_bytes(plan) is None:
+            said.append(f"How much memory {self.cluster.gpu_name or 'the GPU'} has is not known, nor whether it fits.")
+        if self.cluster.gpus_per_node and self.device is None:
             said.append(f"How fast {self.cluster.gpu_name or 'the GPU'} is, is not known: no time is predicted.")
-        else:
+        elif self.device is not None:
             fabric = fabric_of(self.cluster, plan.ranks_per_gpu)
             ranks = plan.mesh.world_size
             used = {"links.intra": ranks > 1, "links.inter": ranks > fabric.ranks_per_node}
             links = [note for note in fabric.assumed if used[note.partition(" ")[0]]]
             said += [_sentence(note) for note in (*self.device.notes, *links)]
+            said += self._waiting_basis(profile, plan, self.device)
         said += calibration_basis(self.cluster)
-        return said + (budget_basis(self.cluster) if self._length is not None and self.step(plan) is not None else [])
+        return said + (budget_basis(self.cluster) if self.length is not None and self.step(plan) is not None else [])
+
+    def _waiting_basis(self, profile: ModelProfile, plan: Plan, device: Device) -> list[str]:
+        """What a step waits for besides the device and its links."""
+        said = ["Waiting for data counts as no time: how fast samples are loaded is not known before a run."]
+        lacking = launching_seconds(profile, plan, self.cluster, device, self._step_facts)
+        step = self.step(plan)
+        if step is not None and lacking > NOTICED * step.total:
+            said.append(
+                f"The host holds up the step: {lacking * 1000:.3g} ms of it the device waits for operators to be"
+                " launched. That depends on the host's processor; these are figures of the one beside the H200 that"
+                " was measured."
+            )
+        return said
 
     def _request(self, plan: Plan) -> ProfileRequest:
         around = surroundings(self.recipe, self.cluster, plan)
@@ -212,15 +244,28 @@ class Predictor:
     def _device_bytes(self, plan: Plan) -> int | None:
         if self.cluster.gpus_per_node:
             return device_bytes(self.cluster)
-        ranks = min(plan.mesh.world_size, ranks_on_a_node(self.cluster, plan))
-        return round(self.cluster.memory_gib * GIB / ranks)
+        return round(self.cluster.memory_gib * GIB / self._ranks_on_a_node(plan))
+
+    def _ranks_on_a_node(self, plan: Plan) -> int:
+        return min(plan.mesh.world_size, ranks_on_a_node(self.cluster, plan))
+
+    def _step_error(self, plan: Plan) -> float:
+        return step_error(
+            plan,
+            self.device,
+            self.cluster.calibration,
+            of_nvidia=capability_of(self.cluster) is not None,
+            across_nodes=plan.mesh.world_size > ranks_on_a_node(self.cluster, plan),
+        )
 
     def _memory_facts(self, plan: Plan) -> MemoryFacts:
-        ranks = min(plan.mesh.world_size, ranks_on_a_node(self.cluster, plan))
-        if ranks not in self._facts:
-            facts = memory_facts(self.recipe, capability_of(self.cluster), HostFacts(ranks_per_node=ranks))
-            self._facts[ranks] = facts if self.cluster.gpus_per_node else replace(facts, device=NO_GPU)
-        return self._facts[ranks]
+        kind = (self._ranks_on_a_node(plan), plan.data_on_device)
+        if kind not in self._facts:
+            facts = memory_facts(self.recipe, capability_of(self.cluster), HostFacts(ranks_per_node=kind[0]))
+            if plan.data_on_device:
+                facts = replace(facts, resident_data_bytes=resident_bytes(self.recipe))
+            self._facts[kind] = facts if self.cluster.gpus_per_node else replace(facts, device=NO_GPU)
+        return self._facts[kind]
 
 
 def _sentence(text: str) -> str:

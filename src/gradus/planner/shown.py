@@ -163,7 +163,8 @@ def memory_title(found: Prediction) -> str:
 
 def step_title(found: Prediction) -> str:
     assert found.step is not None
-    words = [f"Time of a step: {seconds_text(found.step.total)}"]
+    margin = f" ±{found.step_error:.0%}" if found.step_error is not None else ""
+    words = [f"Time of a step: {seconds_text(found.step.total)}{margin}"]
     if rate := throughput_words(found):
         words.append(rate)
     if found.mfu is not None and found.peak_flops is not None:
@@ -176,7 +177,9 @@ def step_title(found: Prediction) -> str:
 def budget_lines(found: BudgetPrediction, plan: Plan) -> list[str]:
     """The whole run in a few lines."""
     lines = [f"{found.steps:,} step{'' if found.steps == 1 else 's'} in {long_text(found.seconds)} of training"]
-    if found.goodput is not None and found.seconds_with_failures is not None:
+    if found.goodput == 0:
+        lines.append("it never ends: nodes fail faster than a checkpoint is written and a restart is done")
+    elif found.goodput is not None and found.seconds_with_failures is not None:
         lines.append(
             f"with checkpoints and failures {long_text(found.seconds_with_failures)}: goodput {found.goodput:.1%}"
         )
@@ -190,7 +193,7 @@ def budget_lines(found: BudgetPrediction, plan: Plan) -> list[str]:
         share = found.checkpoint_seconds / (found.checkpoint_seconds + every)
         if share > WORTH_TELLING and every < found.seconds:
             lines.append(f"every {long_text(every)}, as checkpoint_every says, they take {share:.0%} of the time")
-    if found.gpu_hours:
+    if found.gpu_hours and found.goodput != 0:
         spent = [f"{_amount(found.gpu_hours)} GPU-hours"]
         if found.energy_kwh is not None:
             mega = found.energy_kwh >= 10_000

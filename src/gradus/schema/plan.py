@@ -15,6 +15,7 @@ from gradus.schema.intervals import Interval
 from gradus.schema.loading import dump_yaml, read_document, validated
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"]
+Scaling = Literal["tensor", "row", "block", "mx"]  # of fp8: what shares one scale
 
 
 class Mesh(BaseModel):
@@ -116,7 +117,7 @@ class Plan(BaseModel):
     stage_blocks: list[int] | None = None  # blocks of each stage, first to last; None: balanced by cost
     sequence_parallel: bool = True  # with tensor > 1: between blocks each rank holds a slice of the sequence
     context_attention: Literal["auto", "gather", "ring"] = "auto"  # auto: ring on CUDA, gathered keys and values else
-    fp8_scaling: Literal["tensor", "row", "block", "mx"] = "tensor"  # what shares one scale; for precision fp8
+    fp8_scaling: Scaling = "tensor"  # what shares one scale; for precision fp8
     compile: bool = False
     offload: Literal["none", "cpu"] = "none"  # where sharded parameters and optimizer state live
     workers: int = Field(0, ge=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +73,11 @@ class StepPrediction(BaseModel):
 
 
 class BudgetPrediction(BaseModel):
-    """The whole run. What the cluster does not say (failures, price, power) is None."""
+    """The whole run. What the cluster does not say (failures, price, power) is None.
+
+    Where failures come faster than checkpoints are written, goodput is 0, and time and GPU-hours
+    are infinite.
+    """
 
     model_config = _STRICT
 
@@ -98,6 +103,7 @@ class Prediction(BaseModel):
     memory_error: float  # the stated relative error of `memory.peak`: what is inside it is called tight
     host_memory: HostMemoryPrediction = HostMemoryPrediction()
     step: StepPrediction | None  # None where the speed of the device is not known
+    step_error: float | None = None  # the stated relative error of `step.total`
     tokens_per_second: float | None = None
     samples_per_second: float | None = None
     model_flops: float  # of a step, over all ranks, without recomputation
@@ -111,8 +117,8 @@ class Prediction(BaseModel):
     basis: list[str] = []  # what it rests on, a sentence each: traced or estimated, calibrated or not, assumptions
 
     def document(self) -> dict[str, Any]:
-        """As `--json` prints it: with the sums."""
-        document = self.model_dump()
+        """As `--json` prints it: with the sums, and null for what has no end (a run that failures outpace)."""
+        document: dict[str, Any] = _finite(self.model_dump())
         document["memory"]["peak"] = self.memory.peak
         document["host_memory"]["peak"] = self.host_memory.peak
         if self.step is not None:
@@ -120,7 +126,7 @@ class Prediction(BaseModel):
         return document
 
     def to_json(self) -> str:
-        return json.dumps(self.document(), indent=1)
+        return json.dumps(self.document(), indent=1, allow_nan=False)
 
     @classmethod
     def load(cls, path: Path) -> Prediction:
@@ -129,4 +135,15 @@ class Prediction(BaseModel):
         for block, name in (("memory", "peak"), ("host_memory", "peak"), ("step", "total")):
             if document[block] is not None:
                 document[block].pop(name)
+        budget = document["budget"]
+        if budget is not None and budget["goodput"] == 0:
+            budget["seconds_with_failures"] = math.inf
+            budget["gpu_hours"] = math.inf if budget["gpu_hours"] is None else budget["gpu_hours"]
         return cls.model_validate(document)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -48,6 +48,12 @@ def parts_to_compile(model: nn.Module) -> list[nn.Module]:
     return [*blocks, *around(model)]
 
 
+def names_of_compiled(model: nn.Module) -> list[str]:
+    """The parts that are compiled, by their names in the model; "" is all of it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(part)] for part in parts_to_compile(model)]
+
+
 def _blocks_that_share_code(model: nn.Module) -> list[nn.Module]:
     """Of the repeated blocks, those of a shape that occurs more than once, if they are most of the model."""
     found = repeated_blocks(model)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradus.schema.errors import InputError
-from gradus.schema.plan import Plan
-from gradus.training.float8_matmul import E4M3, Float8Product, Scaling, multiple_needed, product, rectangle_of, scaled
+from gradus.schema.plan import Plan, Scaling
+from gradus.training.float8_matmul import E4M3, Float8Product, multiple_needed, product, rectangle_of, scaled
 
 # An estimate: what is saved grows with tokens × inputs × outputs, what scaling costs with the sizes of the three
 # matrices. On an H200 (709 TFLOP/s in bf16, 1,112 in e4m3, about 12 bytes moved for each value) the two meet where
@@ -56,7 +56,7 @@ class Float8Layers:
     """Which layers of a model multiply in 8 bits, and why others do not."""
 
     scaling: Scaling
-    chosen: dict[str, nn.Linear] = field(default_factory=dict)
+    chosen: dict[str, tuple[int, int]] = field(default_factory=dict)  # name, and its inputs and outputs
     left: dict[str, str] = field(default_factory=dict)  # name and reason
 
     def summary(self) -> str:
@@ -77,7 +77,7 @@ class Float8Layers:
         `tokens` is the number of rows that a layer sees at once on one rank, where that is known.
         """
         doubts = []
-        sizes = [(layer.in_features, layer.out_features) for layer in self.chosen.values()]
+        sizes = list(self.chosen.values())
         multiplied = sum(inputs * outputs for inputs, outputs in sizes)
         moved = sum(inputs + outputs + (inputs * outputs / tokens if tokens else 0) for inputs, outputs in sizes)
         if sizes and multiplied < BREAK_EVEN * moved:
@@ -118,7 +118,7 @@ def choose_layers(model: nn.Module, scaling: Scaling) -> Float8Layers:
         elif min(sizes) < LEAST_WIDTH:
             layers.left[name] = f"narrower than {LEAST_WIDTH}"
         else:
-            layers.chosen[name] = layer
+            layers.chosen[name] = sizes
     return layers
 
 
@@ -127,7 +127,12 @@ def apply_float8(model: nn.Module, plan: Plan, device: torch.device) -> None:
     if plan.precision != "fp8":
         return
     check_float8(plan.fp8_scaling, device)
-    layers = choose_layers(model, plan.fp8_scaling)
+    use_float8(model, plan.fp8_scaling)
+
+
+def use_float8(model: nn.Module, scaling: Scaling) -> None:
+    """The same, whatever the device can do."""
+    layers = choose_layers(model, scaling)
     if not layers.chosen:
         raise InputError(
             f"plan.precision: found fp8, but no layer of the model can use it: {layers.summary()}",
@@ -136,9 +141,10 @@ def apply_float8(model: nn.Module, plan: Plan, device: torch.device) -> None:
             found="fp8",
             allowed="bf16",
         )
-    for layer in layers.chosen.values():
+    for name in layers.chosen:
+        layer = model.get_submodule(name)
         layer.__class__ = Float8Linear
-        layer.scaling = plan.fp8_scaling  # type: ignore[assignment]
+        layer.scaling = scaling  # type: ignore[assignment]
 
 
 def check_float8(scaling: Scaling, device: torch.device) -> None:

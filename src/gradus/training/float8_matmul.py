@@ -16,13 +16,13 @@ exponents and fewer digits. Scales are of the present values (current scaling); 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Scaling = Literal["tensor", "row", "block", "mx"]
+from gradus.schema.plan import Scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK, MX_BLOCK = 128, 32

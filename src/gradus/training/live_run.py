@@ -43,7 +43,7 @@ from gradus.training.accumulation import check_parameters_are_wide
 from gradus.training.building import open_data
 from gradus.training.described import Described, described_model
 from gradus.training.evaluation import Measure, evaluate
-from gradus.training.float8 import choose_layers
+from gradus.training.float8 import Float8Layers, choose_layers
 from gradus.training.hooks import Hooks
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
@@ -83,6 +83,8 @@ class LiveRun:
     evaluator: Evaluator | None = None
     local_sgd: LocalSGD | None = None
     parameter_counts: tuple[int, int]  # of the whole model: all, and those that are trained
+    float8_layers: Float8Layers | None = None  # of the whole model, with precision fp8
+    recompute_note: str | None = None  # of the whole model
     scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
     last_loss: float | None = None  # of the last step whose numbers have arrived
 
@@ -116,13 +118,13 @@ class LiveRun:
             live.use_data(train)
             validation = open_data(recipe, "validation")
             live.evaluator = live.evaluator_for(validation) if validation is not None else None
+            live.check_same_data_on_ranks()
             begins = live.checkpoint is None
             dtype, divided = live.numbers.parameters, plan.divided
             described = described_model(recipe, live.world, dtype, divided=divided, load_weights=begins)
-            live.objective = Objective(recipe, described.model)
+            live.objective = Objective(recipe, described.model, context=plan.mesh.context)
             live.objective.check_metric(recipe.evaluate.metric, reference_model=recipe.model.built_in)
             live.use_model(described)
-            live.check_ranks_agree()
             live.restore()
             live.begin()
         return live
@@ -146,6 +148,9 @@ class LiveRun:
         recipe, plan, world, model = self.recipe, self.plan, self.world, described.model
         if described.note:
             self.recorder.event("model", message=described.note)
+        self.parameter_counts = parameter_counts(model)
+        # Before the first collective over parameters, in which ranks with other ones would wait for ever.
+        self._check_ranks_agree({"parameters": self.parameter_counts[0]})
         if has_batch_norm(model) and plan.accumulate > 1:
             raise accumulated_statistics("the model", plan)
         if plan.sharded and plan.accumulate > 1 and plan.accumulate_dtype == "fp32":
@@ -155,7 +160,9 @@ class LiveRun:
         self.flops_per_sample = _flops_per_sample(model)
         may_pad = self._some_rank_may_pad()
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.parameter_counts = parameter_counts(model)
+        # Said in `begin`, of the whole model: a pipeline leaves this rank a part of it.
+        self.recompute_note = recompute_note(model, plan)
+        self.float8_layers = choose_layers(model, plan.fp8_scaling) if plan.precision == "fp8" else None
         wiring = self._wiring(model) if plan.mesh.pipeline > 1 else None
         wrapped = prepared(model, recipe, plan, world, self.numbers, some_rank_may_pad=may_pad, wiring=wiring)
         offloaded = torch.device("cpu") if plan.offload == "cpu" else None
@@ -217,12 +224,11 @@ class LiveRun:
         total, trained = self.parameter_counts
         if trained < total:
             recorder.event("model", message=f"trains {trained:,} of {total:,} parameters")
-        if note := recompute_note(self.model, self.plan):
-            recorder.event("recompute", message=note)
-        if self.plan.precision == "fp8":
-            layers = choose_layers(self.model, self.plan.fp8_scaling)
-            recorder.event("precision", message=layers.summary())
-            for doubt in layers.doubts(self._rows_at_once(), self.plan.compile):
+        if self.recompute_note:
+            recorder.event("recompute", message=self.recompute_note)
+        if self.float8_layers is not None:
+            recorder.event("precision", message=self.float8_layers.summary())
+            for doubt in self.float8_layers.doubts(self._rows_at_once(), self.plan.compile):
                 recorder.event("warning", message=doubt)
         note = getattr(self.train_data, "note", None)
         if note:
@@ -287,16 +293,19 @@ class LiveRun:
             return self.recipe.steps is None
         return self.total_steps * self.recipe.batch - self.total_samples >= self.plan.micro_batch
 
-    def check_ranks_agree(self) -> None:
+    def check_same_data_on_ranks(self) -> None:
+        self._check_ranks_agree(
+            {
+                "training samples": self.train_data.length,
+                "steps": self.total_steps,
+                "evaluation batches": self.evaluator.batches if self.evaluator else 0,
+            }
+        )
+
+    def _check_ranks_agree(self, facts: dict[str, int]) -> None:
         """Ranks that see another dataset or model would train on nonsense, or wait for each other for ever."""
         if self.world.size == 1:
             return
-        facts = {
-            "training samples": self.train_data.length,
-            "steps": self.total_steps,
-            "evaluation batches": self.evaluator.batches if self.evaluator else 0,
-            "parameters": self.parameter_counts[0],
-        }
         mine = torch.tensor(list(facts.values()), dtype=torch.int64, device=self.world.device)
         everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
         dist.all_gather(everyone, mine)

@@ -6,7 +6,6 @@ Sums and counts, not means: they add up over micro-batches and ranks, so that th
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,6 +22,7 @@ from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Named, Recipe
 from gradus.schema.user_code import raised_by_user
 from gradus.training.shape_errors import explain_forward_error
+from gradus.training.sum_and_count import on_device, part, sum_and_count
 from gradus.training.valid_labels import rule_for, shifted, valid_labels
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
@@ -44,8 +44,9 @@ class Losses(NamedTuple):
 class Objective:
     """The recipe's `loss` and `metrics`, ready to be applied to a model and a batch."""
 
-    def __init__(self, recipe: Recipe, model: nn.Module) -> None:
+    def __init__(self, recipe: Recipe, model: nn.Module, *, context: int = 1) -> None:
         self._recipe = recipe
+        self._context = context  # ranks that share the tokens of a sequence
         self._loss = _named_loss(recipe.loss, model) if recipe.loss else None
         self._signature = inspect.signature(model.forward)
         self._accepted = _keywords(self._signature) if self._loss else None
@@ -94,14 +95,14 @@ class Objective:
             except Exception as error:
                 use = self._recipe.loss.use if self._recipe.loss else ""
                 _raise_explained(error, _explained_call(error, model, output, batch, "loss", use))
-            return sum_and_count(result, samples, with_loss=True)
-        mean = None if self._rule is None or isinstance(output, LossOutput) else _part(output, "loss")
+            return sum_and_count(result, samples, with_loss=True, context=self._context)
+        mean = None if self._rule is None or isinstance(output, LossOutput) else part(output, "loss")
         labels = None
         if self._rule is not None and isinstance(mean, Tensor) and mean.numel() == 1:
             labels = valid_labels(self._rule, self._config, batch, output)
         if labels is None or mean is None:
-            return sum_and_count(output, samples, with_loss=False)
-        mean, count = widened(mean.reshape(())), _on_device(labels, mean)
+            return sum_and_count(output, samples, with_loss=False, context=self._context)
+        mean, count = widened(mean.reshape(())), on_device(labels, mean)
         # The mean over no label at all is no number; the sum is zero.
         return torch.where(count > 0, mean * count.to(mean.dtype), torch.zeros_like(mean)), count
 
@@ -202,82 +203,6 @@ def _device_of(batch: Batch) -> torch.device | None:
     return next((value.device for value in values if isinstance(value, Tensor)), None)
 
 
-def sum_and_count(result: Any, samples: int, *, with_loss: bool, what: str = "the loss") -> tuple[Tensor, Tensor]:
-    """What a loss or a model answered, as a sum and the number of tokens or samples that it is over."""
-    if isinstance(result, LossOutput):
-        return result.loss_sum, result.count
-    if with_loss and isinstance(result, tuple) and len(result) == 2:
-        total, count = result
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            raise _not_a_loss(total, total, with_loss, f"{what}, as (sum, count)")
-        if not _may_be_count(count):
-            raise _not_a_count(count, what)
-        return widened(total.reshape(())), _on_device(count, total)
-    mean = result
-    if not isinstance(mean, Tensor):
-        mean = _part(result, "loss")
-    if not isinstance(mean, Tensor) or mean.numel() != 1:
-        raise _not_a_loss(result, mean, with_loss, what)
-    return widened(mean.reshape(())) * samples, _on_device(samples, mean)
-
-
-def _on_device(count: Any, like: Tensor) -> Tensor:
-    # A number is filled in: copying it from the host would wait for the device.
-    if isinstance(count, Tensor):
-        return count.reshape(()).to(like.device, torch.float32)
-    return torch.full((), float(count), device=like.device, dtype=torch.float32)
-
-
-def _may_be_count(count: Any) -> bool:
-    """As far as can be told without waiting for the device."""
-    if isinstance(count, Tensor):
-        return count.numel() == 1 and not count.requires_grad and not count.is_complex()
-    return isinstance(count, (int, float)) and not isinstance(count, bool) and 0 <= count < math.inf
-
-
-def _not_a_count(count: Any, what: str) -> InputError:
-    hint = "the count is what the sum is to be divided by, over all ranks: the number of valid tokens or samples"
-    if isinstance(count, Tensor):
-        found = f"a tensor of shape {tuple(count.shape)}"
-        if count.requires_grad:
-            found += " with a gradient"
-            hint = "(sum, count) means a sum of losses and how many; add the two losses up yourself"
-    else:
-        found = repr(count) if isinstance(count, (int, float)) else type(count).__name__
-    return InputError(
-        f"{what}, as (sum, count): found a count that is {found}, allowed: a number of at least 0, or a tensor of one "
-        "element without a gradient",
-        hint=hint,
-        field="metrics" if what.startswith("metric") else "loss",
-    )
-
-
-def _not_a_loss(result: Any, mean: Any, with_loss: bool, what: str) -> InputError:
-    metric = what.startswith("metric")
-    if isinstance(mean, Tensor):
-        found = f"a tensor of shape {tuple(mean.shape)}"
-    elif isinstance(result, (int, float, str)) or result is None:
-        found = "None" if result is None else f"{result!r}, a Python {type(result).__name__}"
-    else:
-        found = type(result).__name__ + ("" if metric else " without a `loss`")
-    if with_loss:
-        allowed = "a scalar mean, or (sum, count)"
-        hint = "reduce it, for example with .mean(), or return (values.sum(), values.numel())"
-        if isinstance(result, float):
-            hint = "return the tensor itself: after .item() or float(), no gradient can reach the model"
-        elif result is None:
-            hint = "is a `return` missing?"
-    else:
-        allowed = "a scalar loss, or something that has it as .loss"
-        hint = "the model returns no loss: name one in the recipe, for example `loss: cross-entropy`"
-        if isinstance(result, (tuple, list)):
-            hint = "let forward return the loss alone, or a dict with `loss`: of a tuple nobody knows which part it is"
-        elif _part(result, "logits") is not None:
-            hint += ", or give it `labels` in the batch"
-    field = "metrics" if metric else "loss"
-    return InputError(f"{what}: found {found}, allowed: {allowed}", hint=hint, field=field)
-
-
 def _keywords(forward: inspect.Signature) -> frozenset[str] | None:
     """The names that the model's forward takes, or None when it takes any."""
     parameters = forward.parameters
@@ -342,7 +267,7 @@ def _mean_squared_error(output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
             field="loss",
         )
     squares = (predicted - target.reshape(predicted.shape).to(predicted.dtype)) ** 2
-    return squares.sum(), _on_device(squares.numel(), squares)
+    return squares.sum(), on_device(squares.numel(), squares)
 
 
 def _accuracy(output: Any, batch: Batch, next_position: bool = False) -> tuple[Tensor, Tensor]:
@@ -357,17 +282,13 @@ def _classes_last(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _logits(output: Any) -> Tensor:
-    logits = output if isinstance(output, Tensor) else _part(output, "logits")
+    logits = output if isinstance(output, Tensor) else part(output, "logits")
     if not isinstance(logits, Tensor):
         raise InputError(
             f"loss: the model returned {type(output).__name__}, allowed: a tensor, or something with .logits",
             field="loss",
         )
     return logits
-
-
-def _part(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 def _target(batch: Batch) -> Tensor:

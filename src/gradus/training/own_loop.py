@@ -37,11 +37,12 @@ from gradus.training.joining import Place, join
 from gradus.training.leaving import end, tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
-from gradus.training.objective import Losses, sum_and_count
+from gradus.training.objective import Losses
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
 from gradus.training.own_process import Shown, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
+from gradus.training.sum_and_count import sum_and_count
 
 
 class Results(dict[str, float]):
@@ -171,7 +172,7 @@ class Run:
         live = self._live
         with live.recorder.told_of_failure(), out_of_memory_explained(live):
             live.use_data(Indexed(dataset, "run.batches"))
-            live.check_ranks_agree()
+            live.check_same_data_on_ranks()
             live.begin()
         self._stream = TimedBatches(live.loader.micro_batches(live.state.step, live.total_steps))
         self._boundary = Boundary(live)
@@ -219,7 +220,8 @@ class Run:
         self._forward.__exit__(None, None, None)
         self._micro = self._forward = None
         self._failed = True  # unless it comes to its end
-        loss_sum, count = sum_and_count(loss, micro.samples, with_loss=True, what="run.step")
+        context = live.plan.mesh.context
+        loss_sum, count = sum_and_count(loss, micro.samples, with_loss=True, what="run.step", context=context)
         if not loss_sum.requires_grad:
             raise InputError(
                 "run.step: no gradient can flow from this loss",
@@ -267,7 +269,7 @@ class Run:
         if self._boundary is not None:
             self._boundary.settle()
             self._boundary.save_if_out_of_budget()
-        results = live.evaluate(_objective(loss, self._signals), self._evaluator(dataset))
+        results = live.evaluate(_objective(loss, self._signals, live.plan.mesh.context), self._evaluator(dataset))
         if results is None and self._boundary is not None:
             self._boundary.interrupted = True
         return Results(results or {})
@@ -345,7 +347,7 @@ class Run:
             end(EXIT_STOPPED)  # a script that comes to its end would leave with 0: finished
 
 
-def _objective(loss: Callable[[Any], Any], signals: Signals | None) -> Measure:
+def _objective(loss: Callable[[Any], Any], signals: Signals | None, context: int) -> Measure:
     def measured(model: nn.Module, batch: Any, samples: int) -> Losses:
         if signals is not None:
             signals.answer()
@@ -354,7 +356,13 @@ def _objective(loss: Callable[[Any], Any], signals: Signals | None) -> Measure:
         several = isinstance(result, Mapping) and "loss" in result and not hasattr(result, "loss")
         parts = dict(result) if several else {"loss": result}
         pairs: dict[str, tuple[Tensor, Tensor]] = {
-            name: sum_and_count(value, samples, with_loss=True, what=f"run.evaluate: {name}")
+            name: sum_and_count(
+                value,
+                samples,
+                with_loss=True,
+                what=f"run.evaluate: {name}",
+                context=context if name == "loss" else 1,
+            )
             for name, value in parts.items()
         }
         if samples == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from gradus.parallel.batch_norm import share_batch_norm
+from gradus.parallel.blocks import repeated_blocks
 from gradus.parallel.context import apply_context
 from gradus.parallel.expert import apply_experts
 from gradus.parallel.pipeline import cut
@@ -44,7 +45,7 @@ def prepared(
     apply_recompute(model, plan)
     if plan.compile:
         compile_model(model)
-    parts = [model]
+    parts, blocks = [model], repeated_blocks(model)
     if wiring is not None:
         model = cut(model, wiring, plan, world)
         parts = [*model.pipeline_cut.stages]
@@ -53,5 +54,5 @@ def prepared(
         # Ours, whoever may pad: torch's for CUDA takes no weights that are narrower than its statistics.
         share_batch_norm(model, world.device, some_rank_may_pad=True, group=group)
         for part in parts:
-            shard(part, world, plan, numbers.autocast)
+            shard(part, world, plan, numbers.autocast, blocks)
     return model

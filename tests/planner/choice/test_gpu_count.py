@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planner_cases import Formula, recipe, site, space
 
-from gradus.planner.choice.gpu_count import Limits, counts, fewest, limits_of, within
+from gradus.planner.choice.gpu_count import Limits, check_can_be_kept, counts, fewest, kept, limits_of, missed, within
 from gradus.schema.errors import EXIT_NO_PLAN, InputError, NoPlanFits
 from gradus.schema.prediction import BudgetPrediction
 
@@ -35,7 +35,7 @@ def run_on(gpus: int) -> BudgetPrediction:
 
 
 def test_a_deadline_is_met_by_the_fewest() -> None:
-    gpus = within(limits_of(SITE, "7d", None, None), CHOICES, run_on, SITE)
+    gpus = within(limits_of(SITE, "7d", None, None), CHOICES, run_on)
     assert run_on(gpus).seconds <= 7 * 86400 < run_on(gpus // 2).seconds
 
 
@@ -46,35 +46,70 @@ def test_a_number_between_those_that_are_too_slow_is_found() -> None:
     def on(gpus: int) -> BudgetPrediction:
         return BudgetPrediction(steps=1, seconds=times[gpus], gpu_hours=gpus * times[gpus] / 3600)
 
-    assert within(Limits(seconds=150), CHOICES, on, SITE) == 16
+    assert within(Limits(seconds=150), CHOICES, on) == 16
     with pytest.raises(NoPlanFits, match="on 16 GPUs, the fastest"):
-        within(Limits(seconds=50), CHOICES, on, SITE)
+        within(Limits(seconds=50), CHOICES, on)
 
 
 def test_money_and_gpu_hours_buy_the_most() -> None:
     for limits in (limits_of(SITE, None, 8000, None), limits_of(SITE, None, None, 4000)):
-        gpus = within(limits, CHOICES, run_on, SITE)
+        gpus = within(limits, CHOICES, run_on)
         assert run_on(gpus).gpu_hours <= 4000 < run_on(gpus * 2).gpu_hours
-    assert within(Limits(gpu_hours=1e9), CHOICES, run_on, SITE) == 128
+    assert within(Limits(gpu_hours=1e9), CHOICES, run_on) == 128
 
 
 def test_a_deadline_and_money_together() -> None:
-    assert within(Limits(seconds=7 * 86400, cost=1e6), CHOICES, run_on, SITE) == 32
+    assert within(Limits(seconds=7 * 86400, cost=1e6), CHOICES, run_on) == 32
     with pytest.raises(NoPlanFits, match="the fewest that meet the deadline") as caught:
-        within(Limits(seconds=7 * 86400, gpu_hours=100), CHOICES, run_on, SITE)
+        within(Limits(seconds=7 * 86400, gpu_hours=100), CHOICES, run_on)
     assert caught.value.details["field"] == "--gpu-hours"
 
 
 def test_what_no_number_meets_is_refused_with_the_numbers() -> None:
     with pytest.raises(NoPlanFits, match=r"takes 1\.5 days on 128 GPUs|takes 36\.. hours on 128 GPUs") as caught:
-        within(Limits(seconds=86400), CHOICES, run_on, SITE)
+        within(Limits(seconds=86400), CHOICES, run_on)
     assert caught.value.exit_code == EXIT_NO_PLAN
     assert caught.value.details["binds"] == "time"
     with pytest.raises(NoPlanFits, match="the fewest on which it fits; 10 are allowed") as caught:
-        within(Limits(cost=10), CHOICES, run_on, SITE)
+        within(Limits(cost=10), CHOICES, run_on)
     assert caught.value.details["field"] == "--budget"
-    with pytest.raises(NoPlanFits, match="is not known"):
-        within(Limits(seconds=1), CHOICES, lambda gpus: None, SITE)
+
+
+def test_numbers_on_which_nothing_fits_are_passed_over() -> None:
+    """As where the largest does not divide the batch."""
+
+    def on(gpus: int) -> BudgetPrediction | None:
+        return run_on(gpus) if gpus in (16, 64) else None
+
+    assert within(Limits(seconds=7 * 86400), CHOICES, on) == 64
+    assert within(Limits(gpu_hours=3600), CHOICES, on) == 16
+    assert within(Limits(gpu_hours=1e9), [16, 32, 64], on) in (16, 64)
+    for limits in (Limits(seconds=1), Limits(gpu_hours=1)):
+        with pytest.raises(NoPlanFits, match="no plan fits on any of 8, 16, 32, 64, 128 GPUs"):
+            within(limits, CHOICES, lambda gpus: None)
+
+
+def test_a_number_that_was_asked_for_keeps_the_limits_or_says_which_it_misses() -> None:
+    found = run_on(8)
+    assert kept(Limits(seconds=1e9, cost=1e9, gpu_hours=1e9), found)
+    for limits, field in (
+        (Limits(seconds=1, cost=1), "--deadline"),
+        (Limits(cost=1, gpu_hours=1e9), "--budget"),
+        (Limits(cost=1e9, gpu_hours=1), "--gpu-hours"),
+    ):
+        assert not kept(limits, found)
+        assert missed(limits, found, 8).details["field"] == field
+    assert "takes 3,194 GPU-hours on 8 GPUs; 1 GPU-hours are allowed" in missed(Limits(gpu_hours=1), found, 8).message
+
+
+def test_why_a_limit_cannot_be_kept_is_told_apart() -> None:
+    limits = Limits(seconds=1)
+    check_can_be_kept(limits, recipe(), SITE, length_known=True, speed_known=True)
+    epochs = recipe().model_copy(update={"steps": None, "epochs": 2.0})
+    with pytest.raises(InputError, match="how many samples synthetic-tokens has is not known"):
+        check_can_be_kept(limits, epochs, SITE, length_known=False, speed_known=True)
+    with pytest.raises(NoPlanFits, match="how fast NVIDIA H100 80GB HBM3 of site is, is not known"):
+        check_can_be_kept(limits, recipe(), SITE, length_known=True, speed_known=False)
 
 
 @pytest.mark.parametrize(

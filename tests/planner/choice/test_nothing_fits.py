@@ -8,7 +8,7 @@ import pytest
 from planner_cases import GIB, Formula, recipe, site, space
 
 from gradus.planner.choice.candidates import Space, waits_on_host
-from gradus.planner.choice.nothing_fits import nothing_fits
+from gradus.planner.choice.nothing_fits import _larger_numbers, nothing_fits
 from gradus.planner.choice.search import Foresight, search
 from gradus.schema.errors import EXIT_NO_PLAN, NoPlanFits
 from gradus.schema.plan import Mesh, Plan
@@ -90,4 +90,37 @@ def test_with_nothing_to_change_a_larger_gpu_is_what_is_left() -> None:
     assert error.details["changes"] == []
     assert error.hint == "use GPUs with at least 1,007 GiB, or a smaller model"
     error = refusal(999_999, offload="none", activation_offload=False, zero=0)
-    assert error.hint == "up to 8,192 GPUs of this kind would not do: use GPUs with more memory, or a smaller model"
+    assert error.hint == (
+        "none of 19 numbers of GPUs of this kind from 16 to 8,192 would do: "
+        "use GPUs with more memory, or a smaller model"
+    )
+
+
+def test_numbers_that_divide_the_batch_are_tried_where_doublings_do_not() -> None:
+    """Of 1,536 samples, 1,024 ranks cannot have the same share; 24 × 8 of 1,000 cannot either, 25 × 8 can."""
+    numbers = _larger_numbers(space(recipe(1536), 2, site(nodes=2, gpus=1)))
+    assert {512, 768, 1536} <= set(numbers)
+    assert {40, 200, 1000} <= set(_larger_numbers(space(recipe(1000), 8)))
+    state = {"offload": "none", "activation_offload": False, "recompute": "none"}
+    [more] = [change for change in refusal(5_000, sample=0.1, **state).details["changes"] if "gpus" in change]
+    assert more["gpus"] == 64, "5,000 GiB over 64 ranks are 78 of 80 GiB"
+
+
+def test_what_fits_only_with_help_of_the_host_is_told_after_all_else() -> None:
+    """Activations of a sample alone are too many for a GPU, on any number of them."""
+    fixed = {"recompute": "none", "micro_batch": 1}
+
+    class Host(Formula):
+        """Waits on the host only where there are at least four nodes of memory."""
+
+        def verdict(self, plan: Plan) -> Verdict:
+            enough = plan.mesh.world_size >= 32
+            return super().verdict(plan) if enough or not waits_on_host(plan) else "no"
+
+    where, formula = space(recipe(**fixed), 8), Host(10, 900)
+    error = nothing_fits(
+        where, search(where, formula), formula, lambda r, n: (space(r, n, site(nodes=max(1, n // 8))), Host(10, 900))
+    )
+    [more] = [change for change in error.details["changes"] if "gpus" in change]
+    assert more["gpus"] == 32
+    assert "activation offload" in more["plan"]

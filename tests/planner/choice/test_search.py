@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ from planner_cases import Formula, Unhurried, recipe, site, space
 
 from gradus.planner.choice.candidates import complexity
 from gradus.planner.choice.reasons import reasons, refused
-from gradus.planner.choice.search import GAIN_WORTH_IT, MOST_CHOICES, Found, Outcome, ranked, search, something_fits
+from gradus.planner.choice.search import (
+    GAIN_WORTH_IT,
+    MOST_CHOICES,
+    Found,
+    Outcome,
+    gain_worth_it,
+    ranked,
+    search,
+    something_fits,
+)
 from gradus.schema.plan import Mesh, Plan
 
 
@@ -101,8 +111,29 @@ def test_a_simpler_plan_wins_unless_the_other_gains_enough() -> None:
 
 
 def test_a_gain_within_the_jitter_of_a_step_is_none() -> None:
-    replicas, stages = outcome(0.0048, mesh=Mesh(replicate=8)), outcome(0.0041, mesh=Mesh(pipeline=8))
+    replicas, stages = outcome(0.0044, mesh=Mesh(replicate=8)), outcome(0.0041, mesh=Mesh(pipeline=8))
     assert ranked([stages, replicas])[0] is replicas
+
+
+def test_a_sixth_of_a_step_is_worth_more_parts_however_short_the_step() -> None:
+    replicas, stages = outcome(0.0048, mesh=Mesh(replicate=8)), outcome(0.0041, mesh=Mesh(pipeline=8))
+    assert ranked([stages, replicas])[0] is stages
+    assert [gain_worth_it(seconds) / seconds for seconds in (0.004, 0.02, 10.0)] == pytest.approx([0.15, 0.1, 0.03])
+
+
+def test_what_is_faster_and_not_chosen_is_said_to_be_faster() -> None:
+    def said(*considered: Outcome) -> str:
+        found = Found(ranked(considered, 1), list(considered))
+        return "; ".join(entry["reason"] for entry in refused(found, space(), Formula(10)))
+
+    replicas = outcome(1.0, mesh=Mesh(replicate=8))
+    nearly = said(replicas, outcome(0.98, mesh=Mesh(pipeline=8)))
+    assert "2.0% faster, but more parts: below 3% they are not worth it" in nearly
+    tight = replace(outcome(0.8, mesh=Mesh(pipeline=8)), verdict="tight")
+    assert "0.8 s a step, 20% faster, but memory is tight: " in said(replicas, tight)
+    assert "1.5 s a step, 50% more than the best" in said(replicas, outcome(1.5, mesh=Mesh(pipeline=8)))
+    short = said(outcome(0.0044, mesh=Mesh(replicate=8)), outcome(0.0041, mesh=Mesh(pipeline=8)))
+    assert "6.8% faster, but more parts: below 15% they are not worth it in so short a step" in short
 
 
 def test_what_fits_comes_before_what_is_tight_however_fast_that_is() -> None:

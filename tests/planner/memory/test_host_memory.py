@@ -24,9 +24,3 @@ def test_offloaded_are_a_ranks_rows_their_gradients_and_the_optimizers_state() -
 def test_each_loader_worker_is_a_process_with_batches_ready() -> None:
     found = host_memory(SIZE, Plan(workers=3, micro_batch=8), HostFacts(ranks_per_node=4), sample_bytes=100.0)
     assert found.loading == 4 * (PROCESS_BYTES + 3 * (PROCESS_BYTES + PREFETCHED * 8 * 100))
-
-
-def test_a_save_in_the_background_needs_a_copy_of_the_state() -> None:
-    found = host_memory(SIZE, Plan(), HostFacts(ranks_per_node=2, asynchronous_save=True))
-    assert found.saving == 2 * (4 * 1000 + 8 * 800)
-    assert found.peak == found.offload + found.loading + found.saving

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from part_cases import KIB, part, profile, storage
 
-from gradus.planner.memory.device_memory import NO_GPU, device_memory, library_bytes
+from gradus.planner.memory.device_memory import NO_GPU, device_memory
 from gradus.planner.memory.framework import MEGATRON
 from gradus.planner.memory.rank_memory import (
     COMPILED_ERROR,
@@ -23,7 +23,7 @@ from gradus.planner.memory.rank_memory import (
     predicted_memory,
     verdict,
 )
-from gradus.planner.profile.program import Amount, ModelProfile, Weights
+from gradus.planner.profile.program import Amount, ModelProfile, Storage, Weights
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import MemoryPrediction
 from gradus.schema.recipe import OptimizerBlock
@@ -43,9 +43,7 @@ def rank(model: ModelProfile = MODEL, facts: MemoryFacts = FACTS, **plan: Any) -
 
 
 def memory(model: ModelProfile = MODEL, facts: MemoryFacts = FACTS, **plan: Any) -> MemoryPrediction:
-    """Without NCCL's own buffers, which would hide everything else of models this small."""
-    found = rank(model, facts, **plan).memory
-    return found.model_copy(update={"communication": found.communication - library_bytes(Plan(**plan))})
+    return rank(model, facts, **plan).memory
 
 
 # --- one rank
@@ -134,6 +132,22 @@ def test_inputs_are_there_twice_because_the_next_batch_is_copied_meanwhile() -> 
     assert memory(with_inputs, micro_batch=4).activations - memory(micro_batch=4).activations == 2 * 4 * 1000
 
 
+def test_what_is_made_of_a_batch_for_the_model_is_there_once() -> None:
+    images = replace(MODEL, sample_bytes=1000.0, input_bytes=4000.0)  # bytes, and numbers
+    more = memory(images, micro_batch=4).activations - memory(micro_batch=4).activations
+    assert more == 4 * (2 * 1000 + 4000)
+    staged = {"mesh": Mesh(pipeline=2), "accumulate": 8, "micro_batch": 4}
+    assert memory(images, **staged).activations - memory(**staged).activations == 4 * (2 * 1000 + 8 * 4000)
+
+
+def test_workspace_is_there_only_for_micro_batches_that_need_it() -> None:
+    workspace = Storage(Amount(7168.0), 2, 2, "workspace", "whole", from_samples=3.0)
+    model = replace(MODEL, parts=tuple(replace(p, storages=(*p.storages, workspace)) for p in MODEL.parts))
+    assert [memory(model, micro_batch=n).activations - memory(micro_batch=n).activations for n in (2, 3)] == [0, 7168]
+    # What is an estimate makes the whole less certain.
+    assert rank(model, micro_batch=3).error > rank(model, micro_batch=2).error == EAGER_ERROR
+
+
 # --- ranks that share a model
 
 
@@ -174,7 +188,7 @@ def test_a_block_in_backward_has_the_next_one_arriving_and_the_last_ones_gradien
     plan: dict[str, Any] = {"mesh": Mesh(shard=4), "zero": 3, "precision": "bf16"}
     found = rank(model, **plan)
     assert found.peak_at == "backward of block 2", "block 3 has nothing leaving"
-    communication = found.memory.communication - library_bytes(Plan(**plan))
+    communication = found.memory.communication
     assert communication == 2 * 1024 + 4 * 1024, "parameters in 16 bit, gradients in 32"
     assert found.memory.gradients == 2 * KIB + 4 * 1024 // 4, "its own, and a quarter of those of block 3"
 
@@ -281,7 +295,10 @@ def test_a_cap_on_the_allocator_leaves_the_driver_out() -> None:
 
 def test_ranks_that_share_a_device_share_its_memory() -> None:
     assert limit_bytes(Plan(ranks_per_gpu=2), 1000) == 500
-    assert limit_bytes(Plan(memory_limit_gib=2.0), 1000) == 2 * 2**30
+    assert (
+        limit_bytes(Plan(memory_limit_gib=2.0), 4 * 2**30) == limit_bytes(Plan(memory_limit_gib=2.0), None) == 2 * 2**30
+    )
+    assert limit_bytes(Plan(memory_limit_gib=2.0), 1000) == 1000
     assert limit_bytes(Plan(), None) is None
 
 

@@ -57,6 +57,7 @@ def encoder(dropout: float) -> Callable[[], nn.Module]:
 def hugging_face(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import transformers
+
         made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
         return made
 

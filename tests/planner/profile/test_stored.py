@@ -16,7 +16,8 @@ def test_a_profile_made_by_hand_comes_back() -> None:
     operator = Operator("mm", "matmul", one, one, one, "bfloat16", (one, one), 3, (0,), (1, 0), "tensor", True, True)
     storage = Storage(one, -1, 2, "logits", "whole", True)
     part = Part("blocks.0", True, (operator,), (operator,), (storage,), (Weights(7, False, "tensor", True, 2),), one)
-    profile = ModelProfile("own", (part, part), (0, 1, 1), "bf16", True, (2, 4), None, 3.5, 9, False, ("why",))
+    profile = ModelProfile("own", (part, part), (0, 1, 1), "bf16", True, (2, 4), traced=False, notes=("why",))
+    profile = dataclasses.replace(profile, sample_bytes=3.5, tied_elements=9, module_parameters=(("blocks.0", 7),))
     assert from_text(to_text(profile)) == profile
     assert from_text(to_text(dataclasses.replace(profile, tokens_per_sample=64))).tokens_per_sample == 64
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -132,3 +134,45 @@ def test_the_same_part_is_compiled_once():
     part = perceptron()
     assert remembered(part) is remembered(part)
     assert remembered(part) == compiled(part)
+
+
+def test_what_is_cast_twice_is_cast_and_kept_once():
+    """As queries, keys and values of one input are, under autocast."""
+    sizes = [Amount(0, n) for n in (400, 200, 200, 100, 100, 100, 10)]
+    x, narrow, again, q, k, g, grad = range(7)
+    forward = (
+        operator("_to_copy", "copy", (x,), (narrow,), sizes),
+        operator("mm", "matmul", (narrow,), (q,), sizes, WEIGHT),
+        operator("_to_copy", "copy", (x,), (again,), sizes),
+        operator("mm", "matmul", (again,), (k,), sizes, WEIGHT),
+    )
+    backward = (
+        operator("mm", "matmul", (g, narrow), (grad,), sizes),
+        operator("mm", "matmul", (g, again), (grad,), sizes),
+    )
+    made = [(-1, 4), (0, 4), (2, 5), (1, 4), (3, 4), (4, 5), (4, 6)]
+    part = Part("p", True, forward, backward, tuple(Storage(s, *m) for s, m in zip(sizes, made, strict=True)))
+    now = compiled(part)
+    assert [op.name for op in now.forward] == ["to_copy", "mm", "mm"]
+    assert [storage.bytes.per_sample for storage in now.storages].count(200) == 1
+
+
+def test_what_is_in_no_compiled_module_runs_as_it_is_written():
+    """A loss that a library's model computes outside its modules: logits are written out in float32."""
+    part = perceptron()
+    eager = replace(part, forward=tuple(replace(op, eager=op.name in ("gelu", "mul")) for op in part.forward))
+    now = compiled(eager)
+    assert [op.name for op in now.forward] == ["mm", "gelu", "mul", "mm"]
+    assert now.forward[1].written == part.forward[1].written
+
+
+def test_products_of_odd_sizes_are_done_with_zeros_around_them():
+    def extra(width: int) -> float:
+        shape = (Amount(1, 0), Amount(0, 16), Amount(width, 0), Amount(64, 0))
+        part = perceptron()
+        first = replace(part.forward[0], dtype="bfloat16", shape=shape)
+        now = compiled(replace(part, forward=(first, *part.forward[1:])))
+        return sum(s.bytes.fixed for s in now.storages if s.role == "workspace")
+
+    assert extra(64) == 0
+    assert extra(30_522) == 2 * 64 * 30_522

@@ -125,7 +125,16 @@ def test_causal_attention_costs_little_more_than_half_for_long_sequences():
 def test_a_compiled_graph_costs_the_host_less_than_its_operators():
     operator = matmul(128, 128, 128)
     eager, compiled = Setting(H200, 1.0), Setting(H200, 1.0, compiled=True)
-    assert host_seconds(operator, compiled, backward=False) < host_seconds(operator, eager, backward=False) / 2
+    assert host_seconds(operator, compiled) < host_seconds(operator, eager) / 2
+
+
+def test_the_host_takes_longer_for_layers_and_lookups_than_for_other_operators():
+    lookup = Operator("index", "lookup", Amount(), Amount(0, 8.0), Amount(0, 8.0), "bfloat16")
+    layer, picked, other = (
+        host_seconds(operator, Setting(H200, 1.0)) for operator in (matmul(8, 8, 8), lookup, pointwise(8))
+    )
+    assert layer == picked
+    assert layer > 5 * other
 
 
 # How far the model may be off what was measured of single operators, at the median: products run more slowly for
@@ -190,3 +199,46 @@ def test_norms_of_short_rows_and_few_channels_are_slow():
     assert norm("native_layer_norm", 8.0 * 96) > 3 * norm("native_layer_norm", 8.0 * 768)
     assert norm("native_layer_norm", 8.0 * 4096) == pytest.approx(norm("native_layer_norm", 8.0 * 768), rel=0.01)
     assert norm("cudnn_batch_norm", 16.0 * 64) > 2 * norm("cudnn_batch_norm", 16.0 * 256)
+
+
+def test_what_lies_in_another_order_takes_longer_unless_it_is_compiled():
+    eager, compiled = Setting(H200, 1.0), Setting(H200, 1.0, compiled=True)
+    size = Amount(0, 2.0**28)
+    for name, kind in (("clone", "copy"), ("add", "pointwise"), ("native_layer_norm", "reduction")):
+        straight = Operator(name, kind, Amount(), size, size, "bfloat16")  # type: ignore[arg-type]
+        turned = replace(straight, turned=size)
+        assert seconds(turned, eager) > 1.5 * seconds(straight, eager), name
+        assert seconds(turned, compiled) == seconds(straight, compiled), name
+
+
+def test_a_transposed_copy_moves_as_many_elements_in_16_bits_as_in_32():
+    def copied(dtype: str, size: float) -> float:
+        amount = Amount(0, size)
+        return seconds(Operator("clone", "copy", Amount(), amount, amount, dtype, turned=amount), Setting(H200, 1.0))
+
+    assert copied("bfloat16", 2.0**28) == pytest.approx(copied("float32", 2.0**29), rel=0.05)
+
+
+def test_tf32_is_slow_where_neither_factor_lies_along_the_inner_dimension():
+    in_tf32 = H200.running("tf32")
+    sizes = (1, 8192, 8192, 8192)
+    slow, fast = (matmul_seconds(*sizes, "tf32", in_tf32, turned=turned) for turned in (True, False))
+    assert slow > 1.4 * fast
+    assert matmul_seconds(*sizes, "bf16", H200, turned=True) == matmul_seconds(*sizes, "bf16", H200)
+    # The gradient of weights: the trace says that both factors are turned.
+    work = replace(matmul(8192, 8192, 8192), dtype="float32", read=Amount(0, 2.0**30))
+    turned = replace(work, turned=Amount(0, 2.0**30))
+    assert seconds(turned, Setting(in_tf32, 1.0)) == pytest.approx(slow, rel=0.01)
+    assert seconds(work, Setting(in_tf32, 1.0)) == pytest.approx(fast, rel=0.01)
+
+
+def test_a_vocabulary_that_is_no_multiple_of_eight_is_slow_unless_a_compiler_pads_it():
+    even, odd, aligned = (matmul_seconds(1, 32768, n, 768, "bf16", H200) for n in (30522, 30521, 30528))
+    assert odd > even > 2.5 * aligned
+    assert matmul_seconds(1, 32768, 30522, 768, "bf16", H200, padded=True) < 1.1 * aligned
+    # In the gradient of the weights, it is the rows of a factor that lies the other way.
+    of_weights, of_padded = (matmul_seconds(1, m, 768, 32768, "bf16", H200, turned=True) for m in (30522, 30528))
+    assert of_weights > 2.5 * of_padded
+    # Nothing is padded where memory is what a product waits for.
+    bound_by_memory = (1, 196608, 384, 196, "bf16", H200)
+    assert matmul_seconds(*bound_by_memory, padded=True) == matmul_seconds(*bound_by_memory)

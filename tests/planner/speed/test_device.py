@@ -80,3 +80,11 @@ def test_what_a_device_lacks_runs_in_what_it_has():
     assert volta is not None
     assert volta.peak_of("bf16") == volta.peak["fp16"]
     assert volta.running("tf32").precision_of("float32") == "fp32"
+
+
+def test_fp32_is_never_as_fast_as_what_tensor_cores_do():
+    """B200: nobody quotes fp32, so it is assumed, and the device says so."""
+    device = device_of(Cluster(name="b", gpus_per_node=8, gpu="B200", cpu_cores=8, memory_gib=64))
+    assert device is not None
+    assert device.peak_of("fp32") < device.peak_of("tf32") / 4
+    assert any("fp32" in note for note in device.notes)

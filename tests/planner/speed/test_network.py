@@ -121,3 +121,10 @@ def test_what_the_cluster_does_not_say_is_assumed_and_told():
     silent = fabric_of(cluster(intra=None, inter=None))
     assert len(silent.assumed) == 2
     assert silent.intra_bytes_per_second < FABRIC.intra_bytes_per_second / 10
+
+
+@pytest.mark.parametrize(("gpus", "adds"), [(4, False), (8, True)])
+def test_only_a_switch_adds_up(gpus, adds):
+    links = Links(intra="NVLink 4", inter="InfiniBand NDR")
+    site = Cluster(name="n", gpus_per_node=gpus, gpu="H100-SXM", cpu_cores=8, memory_gib=64, links=links)
+    assert fabric_of(site).in_switch is adds

@@ -8,9 +8,11 @@ import pytest
 
 from gradus.parallel.stages import bubble
 from gradus.planner.profile.program import Amount, ModelProfile, Operator, Part, Storage, Weights
+from gradus.planner.speed.compute import Setting
 from gradus.planner.speed.device import device_of
 from gradus.planner.speed.network import Group, all_reduce, fabric_of
-from gradus.planner.speed.step_time import StepFacts, predicted_step
+from gradus.planner.speed.part_time import part_time
+from gradus.planner.speed.step_time import StepFacts, launching_seconds, predicted_step
 from gradus.planner.speed.throughput import hardware_flops, model_flops, throughput
 from gradus.schema.calibration import Calibration
 from gradus.schema.cluster import Cluster, Links
@@ -191,9 +193,10 @@ def test_what_is_too_small_for_the_device_takes_as_long_as_launching_it():
     small = Part("block", True, (tiny,) * 10, (tiny,) * 20, weights=(Weights(64 * 64 * 10, tensors=10),))
     profile = ModelProfile("m", (small,), (0,) * 10, "bf16", False, (1, 2))
     found = step(plan(micro_batch=1), profile)
-    launched = 100 * DEVICE.speeds.host_forward_seconds + 200 * DEVICE.speeds.host_backward_seconds
-    assert found.total >= launched
+    assert found.total >= 300 * DEVICE.speeds.host_layer_seconds
     assert step(plan(micro_batch=16), profile).total == pytest.approx(found.total, rel=0.02)
+    assert launching_seconds(profile, plan(micro_batch=1), CLUSTER, DEVICE, StepFacts()) > 0.5 * found.total
+    assert launching_seconds(PROFILE, plan(), CLUSTER, DEVICE, StepFacts()) == 0
 
 
 def test_a_calibrated_cluster_corrects_each_kind():
@@ -239,3 +242,34 @@ def test_ranks_that_share_a_gpu_take_turns():
     alone, sharing = (plan(mesh=Mesh(replicate=2), ranks_per_gpu=ranks) for ranks in (1, 2))
     assert step(sharing).compute == pytest.approx(2 * step(alone).compute, rel=0.05)
     assert step(sharing).exposed_communication > step(alone).exposed_communication
+
+
+def test_where_the_host_reads_a_value_it_loses_its_lead():
+    """A small part, large ones, small ones: with a lead, the host launches the last while the device computes."""
+    large, tiny = layer(8192, 8192, 8192), layer(8, 64, 64)
+    first, middle, last = (
+        Part(name, True, operators, (), weights=(Weights(64),))
+        for name, operators in (("first", (tiny,)), ("middle", (large,) * 4), ("last", (tiny,) * 40))
+    )
+
+    def total(*waits: int) -> float:
+        parts = tuple(replace(part, waits=times) for part, times in zip((first, middle, last), waits, strict=True))
+        calls = (0, *[1] * 10, *[2] * 10)
+        return step(plan(micro_batch=1), ModelProfile("m", parts, calls, "bf16", False, (1, 2))).total
+
+    computing = 10 * part_time(middle, Setting(DEVICE, 1.0)).forward
+    launching = 400 * DEVICE.speeds.host_layer_seconds
+    assert total(1, 0, 0) < 1.2 * max(computing, launching)
+    for waits in ((0, 0, 1), (1, 0, 1)):
+        assert total(*waits) > computing + launching
+
+
+def test_a_compiled_part_costs_the_host_a_call_however_small_it_is():
+    tiny = replace(layer(8, 64, 64), reads=(0,), writes=(1,))
+    sizes = Storage(Amount(0, 8.0), -1, 1), Storage(Amount(0, 8.0), 0, 1), Storage(Amount(0, 8.0), 1, 2)
+    small = Part("block", True, (tiny,), (replace(tiny, reads=(1,), writes=(2,)),), storages=sizes)
+    speeds = DEVICE.speeds
+    found = step(plan(compile=True), ModelProfile("m", (small,), (0,) * 50, "bf16", False, (1, 2)))
+    assert found.total == pytest.approx(
+        speeds.host_step_seconds + 100 * (speeds.host_graph_seconds + speeds.host_compiled_seconds), rel=0.01
+    )

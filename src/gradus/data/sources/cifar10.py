@@ -30,6 +30,9 @@ class Cifar10(Options):
     def image_shape(self) -> tuple[int, int, int]:
         return SHAPE
 
+    def images_in_memory(self, split: Split) -> int:
+        return whole(len(FILES[split]) * RECORDS_PER_FILE).first(self.limit if split == "train" else None).length
+
     def open(self, split: Split, seed: int) -> Source:
         folder = self._folder()
         records = np.concatenate([self._read(folder / name) for name in FILES[split]])

@@ -13,6 +13,7 @@ from gradus.data.sources.options import Options
 from gradus.data.split import Split, scattered
 
 SIDE = 8
+IMAGES = 1797
 BRIGHTEST = 16
 # Of all pixels at their original size.
 MEAN, DEVIATION = 0.2873, 0.3539
@@ -27,6 +28,10 @@ class Digits(Options):
 
     def image_shape(self) -> tuple[int, int, int]:
         return self.channels, self.size, self.size
+
+    def images_in_memory(self, split: Split) -> int:
+        part = scattered(IMAGES, self.validation, split)
+        return part.first(self.limit if split == "train" else None).length
 
     def open(self, split: Split, seed: int) -> Source:
         try:

@@ -27,7 +27,18 @@ class Mnist(Options):
 
     def image_shape(self) -> tuple[int, int, int] | None:
         """From the header of the training images; None if there is none, which opening them explains."""
-        name = f"{PREFIXES['train']}-images-idx3-ubyte"
+        header = self._header("train")
+        return (1, *header[1:]) if header is not None else None
+
+    def images_in_memory(self, split: Split) -> int | None:
+        header = self._header(split)
+        if header is None:
+            return None
+        return whole(header[0]).first(self.limit if split == "train" else None).length
+
+    def _header(self, split: Split) -> tuple[int, int, int] | None:
+        """How many images there are, their height and their width."""
+        name = f"{PREFIXES[split]}-images-idx3-ubyte"
         for file, opened in ((self.path / name, Path.open), (self.path / f"{name}.gz", gzip.open)):
             try:
                 with opened(file, "rb") as stream:
@@ -35,8 +46,8 @@ class Mnist(Options):
             except (OSError, EOFError, zlib.error):
                 continue
             if len(header) == 16:
-                height, width = np.frombuffer(header[8:], ">u4")
-                return 1, int(height), int(width)
+                count, height, width = np.frombuffer(header[4:], ">u4")
+                return int(count), int(height), int(width)
         return None
 
     def open(self, split: Split, seed: int) -> Source:

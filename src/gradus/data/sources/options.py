@@ -45,6 +45,10 @@ class Options(BaseModel, ABC):
         """Channels, height and width of the images, as far as they are known without loading them."""
         return None
 
+    def images_in_memory(self, split: Split) -> int | None:
+        """How many images of a split are held in memory, as far as that is known without loading them."""
+        return None
+
     def token_count(self) -> int | None:
         """How many tokens a model of this text must know, if a tokenizer says so."""
         return None

@@ -11,6 +11,7 @@ from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError, NoPlanFits
 from gradus.schema.intervals import seconds_of
 from gradus.schema.prediction import BudgetPrediction
+from gradus.schema.recipe import Recipe
 
 DAY = 86400.0
 
@@ -25,7 +26,13 @@ class Limits:
 
     @property
     def given(self) -> bool:
-        return (self.seconds, self.cost, self.gpu_hours) != (None, None, None)
+        return bool(self.options)
+
+    @property
+    def options(self) -> list[str]:
+        """Which of them were typed."""
+        typed = {"--deadline": self.seconds, "--budget": self.cost, "--gpu-hours": self.gpu_hours}
+        return [option for option, value in typed.items() if value is not None]
 
 
 NO_LIMITS = Limits()
@@ -80,54 +87,110 @@ def fewest(space_for: Callable[[int], Space], foresight: Foresight, choices: Seq
     return None
 
 
-def within(
-    limits: Limits, choices: Sequence[int], budget_on: Callable[[int], BudgetPrediction | None], cluster: Cluster
-) -> int:
-    """The best number under the limits.
+def check_can_be_kept(
+    limits: Limits, recipe: Recipe, cluster: Cluster, *, length_known: bool, speed_known: bool
+) -> None:
+    """Refuse limits where nobody can say what a run takes, and say what is missing."""
+    option = limits.options[0]
+    if not length_known:
+        raise InputError(
+            f"{option}: how many samples {recipe.data.use} has is not known here, so neither is how long "
+            f"{recipe.epochs:g} epochs of it take",
+            hint="give the length of the run in steps or tokens instead of epochs",
+            field=option,
+            found=f"epochs: {recipe.epochs:g}",
+            allowed="steps or tokens, or epochs of a dataset that can be opened here",
+        )
+    if not speed_known:
+        raise NoPlanFits(
+            f"{option}: how fast {cluster.gpu_name or 'the GPU'} of {cluster.name} is, is not known, so neither is "
+            "what a run takes",
+            hint="name a GPU of the catalogue in the cluster file, or give its peak_tflops and memory_bandwidth there",
+            field=option,
+            binds="speed",
+        )
+
+
+def within(limits: Limits, choices: Sequence[int], budget_on: Callable[[int], BudgetPrediction | None]) -> int:
+    """The best number under the limits. `budget_on` is None for numbers on which nothing fits.
 
     With a deadline, the fewest that meet it: they cost least. With a limit of money or GPU-hours alone, the most that
     it allows: they are done first. More GPUs take less time and more GPU-hours, so either is found by halving; only
     where most of a step is waiting, all numbers are looked at.
     """
-    known: dict[int, BudgetPrediction] = {}
+    known: dict[int, BudgetPrediction | None] = {}
 
-    def at(index: int) -> BudgetPrediction:
+    def at(index: int) -> BudgetPrediction | None:
         gpus = choices[index]
         if gpus not in known:
-            budget = budget_on(gpus)
-            if budget is None:
-                raise NoPlanFits(
-                    f"how long a step takes on {cluster.name} is not known, so no deadline or budget can be kept",
-                    hint="name a GPU of the catalogue in the cluster file, or calibrate with gradus plan --measure",
-                )
-            known[gpus] = budget
+            known[gpus] = budget_on(gpus)
         return known[gpus]
+
+    def in_time(index: int) -> bool:
+        budget = at(index)
+        return budget is not None and _in_time(limits, budget)
 
     last = len(choices) - 1
     if limits.seconds is not None:
-        seconds = limits.seconds
-        if time_of(at(last)) <= seconds:
-            index = _first(last, lambda i: time_of(at(i)) <= seconds)
-        else:
-            in_time = (i for i in range(last) if time_of(at(i)) <= seconds)
-            index = next(in_time, -1)
+        index = _first(last, in_time) if in_time(last) else next((i for i in range(last) if in_time(i)), -1)
         if index < 0:
-            fastest = min(choices, key=lambda gpus: time_of(known[gpus]))
-            raise NoPlanFits(
-                f"--deadline: the run takes {days(time_of(known[fastest]))} on {fastest} GPUs, the fastest of what was "
-                f"looked at; {days(seconds)} are allowed",
-                hint="allow more time, shorten the budget of the recipe, or plan for a larger or faster cluster",
-                field="--deadline",
-                found=seconds,
-                binds="time",
-                needs_seconds=time_of(known[fastest]),
-                gpus=fastest,
-            )
-        _check_cost(limits, at(index), choices[index], cheapest=False)
+            budgets = {gpus: budget for gpus, budget in known.items() if budget is not None}
+            if not budgets:
+                raise _nothing_fits_on(choices)
+            fastest = min(budgets, key=lambda gpus: time_of(budgets[gpus]))
+            raise too_slow(limits, budgets[fastest], fastest, ", the fastest of what was looked at")
+    else:
+        index = next((i for i in range(last + 1) if at(i) is not None), -1)
+        if index < 0:
+            raise _nothing_fits_on(choices)
+    chosen = at(index)
+    assert chosen is not None
+    if not _affordable(limits, chosen):
+        why = "that meet the deadline" if limits.seconds is not None else "on which it fits"
+        raise too_dear(limits, chosen, choices[index], f", the fewest {why}")
+    if limits.seconds is not None:
         return choices[index]
-    _check_cost(limits, at(0), choices[0], cheapest=True)
-    too_dear = _first(last + 1, lambda i: i > last or not _affordable(limits, at(i)))
-    return choices[too_dear - 1]
+
+    def beyond(i: int) -> bool:
+        budget = at(i) if i <= last else None
+        return budget is None or not _affordable(limits, budget)
+
+    return choices[max(index, _first(last + 1, lambda i: i > index and beyond(i)) - 1)]
+
+
+def kept(limits: Limits, budget: BudgetPrediction) -> bool:
+    return _in_time(limits, budget) and _affordable(limits, budget)
+
+
+def missed(limits: Limits, budget: BudgetPrediction, gpus: int) -> NoPlanFits:
+    """The refusal of a number of GPUs that was asked for."""
+    return (too_dear if _in_time(limits, budget) else too_slow)(limits, budget, gpus)
+
+
+def too_slow(limits: Limits, budget: BudgetPrediction, gpus: int, remark: str = "") -> NoPlanFits:
+    assert limits.seconds is not None
+    needs = time_of(budget)
+    return NoPlanFits(
+        f"--deadline: the run takes {days(needs)} on {_gpus(gpus)}{remark}; {days(limits.seconds)} are allowed",
+        hint="allow more time, shorten the budget of the recipe, or plan for a larger or faster cluster",
+        field="--deadline",
+        found=limits.seconds,
+        binds="time",
+        needs_seconds=needs,
+        gpus=gpus,
+    )
+
+
+def _in_time(limits: Limits, budget: BudgetPrediction) -> bool:
+    return limits.seconds is None or time_of(budget) <= limits.seconds
+
+
+def _nothing_fits_on(choices: Sequence[int]) -> NoPlanFits:
+    return NoPlanFits(f"no plan fits on any of {', '.join(map(str, choices))} GPUs, so no limit can be kept")
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''}"
 
 
 def time_of(budget: BudgetPrediction) -> float:
@@ -135,9 +198,13 @@ def time_of(budget: BudgetPrediction) -> float:
 
 
 def days(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "for ever"
     if seconds >= 2 * DAY:
         return f"{seconds / DAY:.1f} days"
-    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.3g} seconds"
 
 
 def _affordable(limits: Limits, budget: BudgetPrediction) -> bool:
@@ -146,19 +213,17 @@ def _affordable(limits: Limits, budget: BudgetPrediction) -> bool:
     return limits.gpu_hours is None or budget.gpu_hours <= limits.gpu_hours
 
 
-def _check_cost(limits: Limits, budget: BudgetPrediction, gpus: int, *, cheapest: bool) -> None:
-    if _affordable(limits, budget):
-        return
-    option = "--budget" if limits.cost is not None else "--gpu-hours"
-    allowed = f"{limits.cost:,.0f}" if limits.cost is not None else f"{limits.gpu_hours:,.0f} GPU-hours"
-    needs = (
-        f"{budget.cost:,.0f}"
-        if limits.cost is not None and budget.cost is not None
-        else (f"{budget.gpu_hours:,.0f} GPU-hours")
-    )
-    why = "the fewest on which it fits" if cheapest else "the fewest that meet the deadline"
-    raise NoPlanFits(
-        f"{option}: the run takes {needs} on {gpus} GPUs, {why}; {allowed} are allowed",
+def too_dear(limits: Limits, budget: BudgetPrediction, gpus: int, remark: str = "") -> NoPlanFits:
+    option: str
+    needs: float | None
+    allowed: float | None
+    if limits.cost is not None and not _affordable(Limits(cost=limits.cost), budget):
+        option, unit, needs, allowed = "--budget", "", budget.cost, limits.cost
+    else:
+        option, unit, needs, allowed = "--gpu-hours", " GPU-hours", budget.gpu_hours, limits.gpu_hours
+    return NoPlanFits(
+        f"{option}: the run takes {_amount(needs)}{unit} on {_gpus(gpus)}{remark}; "
+        f"{_amount(allowed)}{unit} are allowed",
         hint="allow more, or shorten the budget of the recipe (steps, epochs, tokens)",
         field=option,
         binds="gpu-hours",
@@ -166,6 +231,12 @@ def _check_cost(limits: Limits, budget: BudgetPrediction, gpus: int, *, cheapest
         needs_cost=budget.cost,
         gpus=gpus,
     )
+
+
+def _amount(number: float | None) -> str:
+    if number is None or number == float("inf"):
+        return "for ever"
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _first(last: int, holds: Callable[[int], bool]) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradus.planner.choice.candidates import Space, waits_on_host
+from gradus.planner.choice.candidates import Space, meshes, waits_on_host
+from gradus.planner.choice.gpu_count import counts
 from gradus.planner.choice.reasons import gib, title
 from gradus.planner.choice.search import Foresight, Found, something_fits
 from gradus.schema.errors import NoPlanFits
@@ -16,6 +18,7 @@ from gradus.schema.recipe import Recipe
 # What the recipe may fix and the planner would choose otherwise, the smallest change first.
 LOOSENED = ("micro_batch", "accumulate", "recompute", "activation_offload", "zero", "offload", "precision", "mesh")
 MOST_DOUBLINGS = 10  # of the GPUs, to find how many it takes
+LARGEST = 3  # of those numbers: what fits on none of them is not looked for on fewer
 SHORTEST_CONTEXT = 256
 LOOKED_AT_CLOSELY = 40  # plans, of those that cannot fit, to find the one that comes nearest
 
@@ -35,12 +38,18 @@ class Change:
     def options(self) -> str:
         """As they are typed."""
         words = [f"--gpus {self.keys['gpus']}"] if "gpus" in self.keys else []
-        return " ".join(words + [f"--set {key}={value}" for key, value in self.keys.items() if key != "gpus"])
+        return " ".join([*words, options({key: value for key, value in self.keys.items() if key != "gpus"})])
 
     def document(self) -> dict[str, Any]:
         gpus = {"gpus": self.keys["gpus"]} if "gpus" in self.keys else {}
         keys = {key: value for key, value in self.keys.items() if key != "gpus"}
         return {"set": keys, **gpus, "plan": title(self.plan), "peak_bytes": self.peak_bytes, "why": self.why}
+
+
+def options(keys: Mapping[str, object]) -> str:
+    """Keys and values as they are typed in a shell."""
+    values = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in keys.items()}
+    return " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in values.items())
 
 
 def nothing_fits(space: Space, found: Found, foresight: Foresight, ask: Ask) -> NoPlanFits:
@@ -63,6 +72,7 @@ def nothing_fits(space: Space, found: Found, foresight: Foresight, ask: Ask) -> 
         limit_bytes=limit,
         memory=kinds,
         plan=title(nearest),
+        start_anyway=said_in_full(nearest, space.recipe),
         changes=[change.document() for change in changes],
     )
 
@@ -70,8 +80,26 @@ def nothing_fits(space: Space, found: Found, foresight: Foresight, ask: Ask) -> 
 def _last_resort(space: Space, needed: int) -> str:
     if "mesh" in space.fixed:
         return f"use GPUs with at least {gib(needed)}, or a smaller model"
-    most = space.ranks // space.recipe.plan.ranks_per_gpu * 2**MOST_DOUBLINGS
-    return f"up to {most:,} GPUs of this kind would not do: use GPUs with more memory, or a smaller model"
+    tried = _larger_numbers(space)
+    return (
+        f"none of {len(tried)} numbers of GPUs of this kind from {tried[0]:,} to {tried[-1]:,} would do: use GPUs with "
+        "more memory, or a smaller model"
+    )
+
+
+def said_in_full(plan: Plan, recipe: Recipe) -> dict[str, object]:
+    """What to set so that this plan is started whatever is predicted of it. What the recipe fixes stays as it is."""
+    names = ["mesh", "zero", "recompute", "micro_batch"]
+    if {"micro_batch", "accumulate"} & recipe.plan.fixed:
+        names.remove("micro_batch")
+    plain = Plan()
+    names += [
+        name
+        for name in ("pipeline_schedule", "stages_per_rank", "offload", "activation_offload")
+        if getattr(plan, name) != getattr(plain, name)
+    ]
+    values = {name: getattr(plan, name) for name in names if name not in recipe.plan.fixed}
+    return {f"plan.{name}": value.flow() if name == "mesh" else value for name, value in values.items()}
 
 
 def changes_that_fit(space: Space, foresight: Foresight, ask: Ask) -> Iterator[Change]:
@@ -99,15 +127,57 @@ def _more_gpus(space: Space, ask: Ask) -> Iterator[Change]:
     if "mesh" in space.fixed:
         return
     per_gpu = space.recipe.plan.ranks_per_gpu
-    most = space.cluster.nodes * space.cluster.gpus_per_node
-    gpus = space.ranks // per_gpu
-    for _ in range(MOST_DOUBLINGS):
-        gpus *= 2
-        plan, peak = _fitting(ask(space.recipe, gpus * per_gpu), offload=False)
-        if plan is not None:
-            beyond = f", and {space.cluster.name} has {most}" if gpus > most else ""
-            yield Change({"gpus": gpus}, plan, peak, f"{title(plan)}{beyond}")
-            return
+    has = space.cluster.nodes * space.cluster.gpus_per_node
+    questions = {gpus: ask(space.recipe, gpus * per_gpu) for gpus in _larger_numbers(space)}
+    questions = {gpus: question for gpus, question in questions.items() if meshes(question[0])}
+    # What waits on the host is slow, and better than nothing.
+    found = _on_fewest(questions, offload=False) or _on_fewest(questions, offload=True)
+    if found is not None:
+        gpus, plan, peak = found
+        beyond = f", and {space.cluster.name} has {has}" if gpus > has else ""
+        yield Change({"gpus": gpus}, plan, peak, f"{title(plan)}{beyond}")
+
+
+def _on_fewest(questions: Mapping[int, tuple[Space, Foresight]], *, offload: bool) -> tuple[int, Plan, int] | None:
+    """The smallest number on which something fits, the plan, and its peak.
+
+    It is found in ever larger strides and then by halving, since what fits on fewer mostly fits on more: not every
+    number divides the batch well, so the largest few are all looked at before giving up.
+    """
+    numbers = list(questions)
+    known: dict[int, tuple[Plan | None, int]] = {}
+
+    def fits(at: int) -> bool:
+        if at not in known:
+            known[at] = _fitting(questions[numbers[at]], offload=offload)
+        return known[at][0] is not None
+
+    last = len(numbers) - 1
+    strides = [at for at in (2**power - 1 for power in range(MOST_DOUBLINGS)) if at < last]
+    at = next((at for at in [*strides, *range(last, max(-1, last - LARGEST), -1)] if fits(at)), None)
+    if at is None:
+        return None
+    below = max((one for one in known if one < at), default=-1)  # does not fit, nor does any before it
+    while at - below > 1:
+        middle = (below + at) // 2
+        below, at = (below, middle) if fits(middle) else (middle, at)
+    plan, peak = known[at]
+    assert plan is not None
+    return numbers[at], plan, peak
+
+
+def _larger_numbers(space: Space) -> list[int]:
+    """Numbers of GPUs that are worth a try, as `counts` has them, and whole nodes over which the batch divides.
+
+    With a batch of 1,536, 1,024 ranks cannot share it, but 768 and 1,536 can.
+    """
+    gpus, per_node = space.ranks // space.recipe.plan.ranks_per_gpu, space.cluster.gpus_per_node
+    most, batch = gpus * 2**MOST_DOUBLINGS, space.recipe.batch
+    larger = space.cluster.model_copy(update={"nodes": max(1, most // per_node)})
+    divisors = [ways for ways in range(1, min(batch, most) + 1) if batch % ways == 0]
+    shared = {ways * split for ways in divisors for split in range(1, per_node + 1) if per_node % split == 0}
+    shared = {number for number in shared if number % per_node == 0}
+    return sorted(number for number in {*counts(larger), *shared} if gpus < number <= most)
 
 
 def _shorter_context(space: Space, ask: Ask) -> Iterator[Change]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gradus.planner.choice.candidates import RECOMPUTE, Space, complexity, micro_batches, refusal, with_micro_batch
-from gradus.planner.choice.search import Foresight, Found, Outcome
+from gradus.planner.choice.search import GAIN_WORTH_IT, Foresight, Found, Outcome, gain_worth_it
 from gradus.planner.defaults import reasons_of, surroundings
 from gradus.schema.plan import Mesh, Plan
 
@@ -61,9 +61,28 @@ def refused(found: Found, space: Space, foresight: Foresight) -> list[dict[str, 
         if nearest.verdict == "no":
             said.append({"plan": title(nearest.plan), "reason": too_large(nearest.plan, foresight)})
         elif best is not None and nearest.seconds and best.seconds:
-            reason = f"{nearest.seconds:.3g} s a step, {nearest.seconds / best.seconds - 1:.0%} more than the best"
-            said.append({"plan": title(nearest.plan), "reason": reason})
+            said.append({"plan": title(nearest.plan), "reason": _not_as_good(nearest, best, foresight)})
     return said + _against_the_rules(space)[: MOST_REFUSED - len(said)]
+
+
+def _not_as_good(other: Outcome, best: Outcome, foresight: Foresight) -> str:
+    """Why the best comes before what can run too, and may even be faster."""
+    assert other.seconds is not None
+    assert best.seconds is not None
+    step, more = f"{other.seconds:.3g} s a step", other.seconds / best.seconds - 1
+    if other.verdict == "tight" and best.verdict == "fits":
+        limit = f" of {foresight.limit_bytes / 2**30:.1f}" if foresight.limit_bytes is not None else ""
+        faster = f", {-more:.0%} faster" if more < -0.005 else ""
+        return f"{step}{faster}, but memory is tight: {gib(foresight.memory(other.plan).peak)}{limit}"
+    if more < -0.0005:
+        return f"{step}, {-more:.1%} faster, but more parts: {_too_little(other.seconds)}"
+    return f"{step}, {max(more, 0):.0%} more than the best"
+
+
+def _too_little(seconds: float) -> str:
+    """What a step of this length would have to gain."""
+    share = gain_worth_it(seconds) / seconds
+    return f"below {share:.0%} they are not worth it" + (" in so short a step" if share > GAIN_WORTH_IT else "")
 
 
 def too_large(plan: Plan, foresight: Foresight) -> str:
@@ -175,7 +194,7 @@ def _compared(outcome: Outcome, found: Found, foresight: Foresight, other: Calla
     if abs(gain) < 0.005:
         return f"{what} ({title(best.plan)}) no faster"
     if gain < 0:
-        return f"{what} ({title(best.plan)}) {-gain:.1%} faster, which is not worth more parts"
+        return f"{what} ({title(best.plan)}) {-gain:.1%} faster, but more parts: {_too_little(best.seconds)}"
     return f"{what} ({title(best.plan)}) {gain:.0%} slower"
 
 

@@ -21,12 +21,14 @@ from gradus.planner.choice.candidates import (
     micro_batches,
     with_micro_batch,
 )
+from gradus.planner.step_error import MEASURED_COMPILED
 from gradus.schema.plan import Plan
 from gradus.schema.prediction import MemoryPrediction, Verdict
 
 MOST_CHOICES = 10
-# What a more complex plan must gain over a simpler one: a share of a step, and more than hosts and ranks jitter by.
-GAIN_WORTH_IT, SECONDS_WORTH_IT = 0.03, 0.001
+# What a more complex plan must gain over a simpler one: a share of a step. Short steps wait for the host, and of what
+# that takes two milliseconds are no more than guessed; but a gain above the stated error of a step counts.
+GAIN_WORTH_IT, GUESSED_SECONDS = 0.03, 0.002
 MOST_PROMISING = 8  # that are looked at again, in all ways that they can run
 MOST_SIZES = 3  # of micro-batches: mostly the largest that fits is the fastest, but in pipelines smaller ones idle less
 # A micro-batch from which on matrices are large: nothing is recomputed just to make it larger.
@@ -210,7 +212,12 @@ def _order(outcome: Outcome) -> tuple[object, ...]:
 def _nearly_as_fast(other: Outcome, lead: Outcome) -> bool:
     if other.seconds is None or lead.seconds is None:
         return other is lead
-    return other.seconds <= lead.seconds + max(GAIN_WORTH_IT * lead.seconds, SECONDS_WORTH_IT)
+    return other.seconds <= lead.seconds + gain_worth_it(lead.seconds)
+
+
+def gain_worth_it(seconds: float) -> float:
+    """Seconds of a step of this length that a simpler plan may take longer."""
+    return max(GAIN_WORTH_IT * seconds, min(GUESSED_SECONDS, MEASURED_COMPILED * seconds))
 
 
 def _way(plan: Plan) -> object:

@@ -18,7 +18,6 @@ PROCESS_BYTES = 322_040 * 1024
 @dataclass(frozen=True)
 class HostFacts:
     ranks_per_node: int = 1
-    asynchronous_save: bool = False  # a copy of the state waits in host memory while it is written
 
 
 def host_memory(
@@ -33,10 +32,5 @@ def host_memory(
     if plan.offload == "cpu":
         offloaded += rows + moments + wide * size.trained // ranks
     loaded = PROCESS_BYTES + plan.workers * (PROCESS_BYTES + round(PREFETCHED * plan.micro_batch * sample_bytes))
-    # Without that, rank 0 has one whole tensor at a time (checkpoint/gathering.py).
-    saved = rows + moments if facts.asynchronous_save else 0
-    return HostMemoryPrediction(
-        offload=facts.ranks_per_node * offloaded,
-        loading=facts.ranks_per_node * loaded,
-        saving=facts.ranks_per_node * saved,
-    )
+    # Saving needs next to nothing: rank 0 has one whole tensor at a time (checkpoint/gathering.py).
+    return HostMemoryPrediction(offload=facts.ranks_per_node * offloaded, loading=facts.ranks_per_node * loaded)

@@ -113,6 +113,8 @@ def _part_memory(part: Part, division: Division, waiting_on_host: bool) -> PartM
     kept: dict[str, int] = {}
     gradients = left = received = cached = 0
     for number, storage in enumerate(part.storages):
+        if storage.from_samples > division.micro_batch / division.context:
+            continue
         size = division.size(storage.bytes, storage.divides, storage.expert, storage.role)
         name = _FIELDS[storage.role]
         if storage.made < 0:

@@ -7,6 +7,7 @@ and what backward runs are those of CUDA.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -60,6 +61,7 @@ class AsCuda(TorchFunctionMode):
             "log_softmax": _softmax(aten._log_softmax),
             "cross_entropy_loss": self._cross_entropy,
             "batch_norm": _batch_norm,
+            "group_norm": _group_norm,
             "rms_norm": _rms_norm,
             "one_hot": _one_hot,
             "lstm_cell": _lstm_cell,
@@ -70,6 +72,7 @@ class AsCuda(TorchFunctionMode):
     def __enter__(self) -> AsCuda:
         if self._depth == 0:
             self._stack.enter_context(_autocast_of_cuda(self._casts.forget))
+            self._stack.enter_context(_taken_for_real())
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -134,14 +137,20 @@ class AsCuda(TorchFunctionMode):
         return recurrent(_GATES[func.__name__], args, autocast)
 
     def _cross_entropy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: bool) -> Any:
-        """A log-softmax, which autocast wants in float32, and what is picked from it."""
+        """A log-softmax, which is asked for in the format of the logits (ATen/native/LossNLL.cpp), so that autocast
+        lets it be; and what is picked from it, which autocast wants in float32."""
         logits, *others = args
         if not (autocast and cuda_autocast.casts(logits) and logits.dtype != torch.float32):
             return func(*args, **kwargs)
-        if logits.dtype != torch.float16 or kwargs or len(others) != 5 or others[0].is_floating_point() or others[4]:
-            return func(logits.float(), *others, **kwargs)
-        scores = aten._log_softmax(logits, min(1, logits.ndim - 1), True)
-        return torch._C._nn.nll_loss_nd(scores, *others[:4])
+        if kwargs or len(others) != 5 or others[0].is_floating_point():
+            return func(*args, **kwargs)
+        classes, smoothing = min(1, logits.ndim - 1), others[4]
+        scores = aten._log_softmax(logits, classes, False)
+        loss = torch._C._nn.nll_loss_nd(scores.float(), *others[:4])
+        if smoothing:
+            spread = scores.sum(classes, dtype=torch.float32)
+            loss = (1 - smoothing) * loss - smoothing / logits.shape[classes] * (spread if loss.ndim else spread.mean())
+        return loss
 
 
 @cache
@@ -208,6 +217,24 @@ def _autocast_of_cuda(forget: Callable[[], None]) -> Iterator[None]:
         autocast.__init__, torch.clear_autocast_cache = begin, clear  # type: ignore[method-assign]
 
 
+@contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """Inside, Hugging Face's models treat fake tensors like those of a run.
+
+    Otherwise they build masks that a run leaves out: it looks whether all tokens are there and attention is causal.
+    """
+    imports = sys.modules.get("transformers.utils.import_utils")
+    known = getattr(imports, "is_fake_tensor", None)
+    if known is None:
+        yield
+        return
+    imports.is_fake_tensor = _nobody  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        imports.is_fake_tensor = known  # type: ignore[union-attr]
+
+
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: bool) -> Any:
     """One kernel that keeps a mask of bytes, where there is something to drop."""
     x, rate, train = (*args, *kwargs.values()) if len(args) < 3 else args
@@ -251,6 +278,13 @@ def _batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], autoca
     layout = torch.channels_last if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) else None
     x = x.contiguous(memory_format=layout or torch.contiguous_format)
     return aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
+
+
+def _group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: bool) -> Any:
+    """CUDA has no kernel for channels that lie side by side: such images are copied first, and the copy is kept."""
+    if not args:
+        return func(**{**kwargs, "input": kwargs["input"].contiguous()})
+    return func(args[0].contiguous(), *args[1:], **kwargs)
 
 
 def _rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: bool) -> Any:

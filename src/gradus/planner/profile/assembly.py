@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -24,26 +24,35 @@ class Facts:
     experts: frozenset[int]
 
 
+def in_proportion(record: Recorder, samples: int, facts: Facts) -> tuple[list[Part], list[int]]:
+    """The parts and calls of one pass only: everything but what belongs to parameters grows with the samples."""
+    return _assembled(record, record, _Line(0, samples, only_one=True), facts)
+
+
 def assembled(few: Recorder, more: Recorder, samples: tuple[int, int], facts: Facts) -> tuple[list[Part], list[int]]:
     """The parts, and the calls of them in the order of forward."""
     if [(s.name, s.call, s.backward) for s in few.steps] != [(s.name, s.call, s.backward) for s in more.steps]:
         raise NotAlike
     if len(few.calls) != len(more.calls):
         raise NotAlike
-    line = _Line(*samples)
+    return _assembled(few, more, _Line(*samples), facts)
+
+
+def _assembled(few: Recorder, more: Recorder, line: _Line, facts: Facts) -> tuple[list[Part], list[int]]:
     owned = _weights_by_call(few, facts)
     windows = _windows(few)
     parts: list[Part] = []
     numbers: dict[int, int] = {}  # of parts, by the call that they were made from
+    local_of: dict[int, dict[int, int]] = {}  # the same for their storages, by those of the record
     calls: list[int] = []
     for number, call in enumerate(few.calls):
         if call.like is not None:
-            parts, numbers_of_like = _ghosted(parts, numbers, call, owned[number])
-            calls.append(numbers_of_like)
+            numbers_of_like = _ghosted(parts, numbers, call, owned[number])
+            calls.append(_with_results_of(parts, numbers_of_like, few, number, call.like, local_of[call.like]))
             continue
         if number not in windows and not owned[number]:
             continue
-        part = _part(few, more, number, windows, line)
+        part, local_of[number] = _part(few, more, number, windows, line)
         same = _same_as(part, owned[number], parts, numbers, few.calls, call)
         if same is None:
             parts.append(replace(part, weights=owned[number]))
@@ -53,18 +62,55 @@ def assembled(few: Recorder, more: Recorder, samples: tuple[int, int], facts: Fa
     return parts, calls
 
 
-def _ghosted(
-    parts: list[Part], numbers: dict[int, int], call: Call, weights: tuple[Weights, ...]
-) -> tuple[list[Part], int]:
+def with_eager_operators(part: Part, compiled: Collection[str]) -> Part:
+    """The part, with operators marked that are in none of these modules: losses, and what joins modules."""
+    if part.block or "" in compiled:
+        return part
+
+    def marked(operator: Operator) -> Operator:
+        inside = any(operator.module == name or operator.module.startswith(f"{name}.") for name in compiled)
+        return operator if inside else replace(operator, eager=True)
+
+    return replace(part, forward=tuple(map(marked, part.forward)), backward=tuple(map(marked, part.backward)))
+
+
+def _ghosted(parts: list[Part], numbers: dict[int, int], call: Call, weights: tuple[Weights, ...]) -> int:
     """A ghost is called under the number of what it is like; with other weights (tied ones) it is another part."""
     assert call.like is not None
     like = numbers[call.like]
-    if parts[like].weights == weights:
-        return parts, like
-    known = next((n for n, part in enumerate(parts) if part == replace(parts[like], weights=weights)), None)
-    if known is not None:
-        return parts, known
-    return [*parts, replace(parts[like], weights=weights)], len(parts)
+    return like if parts[like].weights == weights else _number_of(parts, replace(parts[like], weights=weights))
+
+
+def _number_of(parts: list[Part], wanted: Part) -> int:
+    """The number of such a part, which is added if it is new."""
+    for number, part in enumerate(parts):
+        if part == wanted:
+            return number
+    parts.append(wanted)
+    return len(parts) - 1
+
+
+def _with_results_of(
+    parts: list[Part], like: int, record: Recorder, number: int, first: int, local: Mapping[int, int]
+) -> int:
+    """A call that is like the `first` of its kind, but for what becomes of its results: the last of many blocks hands
+    them to something else, which may keep them for backward where the next block does not, or the other way round."""
+    part = parts[like]
+    ends = len(part.forward)
+    read = {storage for operator in part.backward for storage in operator.reads}
+    storages = list(part.storages)
+    for own, other in zip(record.calls[first].results, record.calls[number].results, strict=True):
+        place = local.get(own)
+        if place is None or place in read or storages[place].made < 0 or other in record.unseen:
+            continue
+        stays, stays_here = (_outlives_forward(record, record.pieces[n]) for n in (own, other))
+        if stays != stays_here:
+            storages[place] = replace(storages[place], last=ends if stays_here else max(storages[place].made, ends - 1))
+    return like if tuple(storages) == part.storages else _number_of(parts, replace(part, storages=tuple(storages)))
+
+
+def _outlives_forward(record: Recorder, piece: Piece) -> bool:
+    return piece.last is None or piece.last >= record.backward_begins
 
 
 def _same_as(
@@ -98,8 +144,11 @@ class _Line:
 
     few: int
     more: int
+    only_one: bool = False  # a line from nothing through the larger pass
 
     def through(self, a: float, b: float) -> Amount:
+        if self.only_one:
+            return Amount(0.0, b / self.more)
         slope = (b - a) / (self.more - self.few)
         fixed = a - slope * self.few
         if fixed < 0:  # grows faster than in proportion: as if in proportion, from the larger pass
@@ -131,7 +180,10 @@ def _windows(record: Recorder) -> dict[int, _Window]:
     }
 
 
-def _part(few: Recorder, more: Recorder, number: int, windows: Mapping[int, _Window], line: _Line) -> Part:
+def _part(
+    few: Recorder, more: Recorder, number: int, windows: Mapping[int, _Window], line: _Line
+) -> tuple[Part, dict[int, int]]:
+    """The part, and its storages by the numbers of the record."""
     call, larger = few.calls[number], more.calls[number]
     window = windows.get(number, _Window((), ()))
     storages: list[Storage] = []
@@ -149,12 +201,13 @@ def _part(few: Recorder, more: Recorder, number: int, windows: Mapping[int, _Win
         local[index] = len(storages)
         storages.append(
             Storage(
-                bytes=line.through(piece.bytes, other.bytes),
+                bytes=Amount(piece.bytes) if role in ("copy", "gradient") else line.through(piece.bytes, other.bytes),
                 made=made,
                 last=last,
                 role=role,
                 divides=_divides(piece),
                 expert=piece.expert,
+                from_samples=piece.from_samples,
             )
         )
 
@@ -176,9 +229,11 @@ def _part(few: Recorder, more: Recorder, number: int, windows: Mapping[int, _Win
             expert=small.expert,
             causal=small.work.causal,
             channels_last=small.channels_last,
+            module=small.module,
+            turned=line.through(small.turned, large.turned),
         )
 
-    return Part(
+    part = Part(
         name=call.name,
         block=call.block,
         forward=tuple(map(operator, window.forward)),
@@ -188,14 +243,16 @@ def _part(few: Recorder, more: Recorder, number: int, windows: Mapping[int, _Win
         gathered=tuple(line.through(a, b) for a, b in zip(call.gathered, larger.gathered, strict=True)),
         scattered=tuple(line.through(a, b) for a, b in zip(call.scattered, larger.scattered, strict=True)),
         keys_and_values=line.through(call.keys_and_values, larger.keys_and_values),
+        waits=call.waits,
         sent_to_experts=line.through(call.sent_to_experts, larger.sent_to_experts),
     )
+    return part, local
 
 
 def _divides(piece: Piece) -> Divides:
     if piece.split or piece.layer is not None:
         return "tensor"
-    return "whole" if piece.parameter or piece.role == "copy" else "sequence"
+    return "whole" if piece.parameter or piece.role == "copy" or piece.from_samples else "sequence"
 
 
 def _storage(record: Recorder, piece: Piece, number: int, window: _Window, used: bool) -> tuple[int, int] | None:
@@ -269,9 +326,10 @@ def _weights_by_call(record: Recorder, facts: Facts) -> list[tuple[Weights, ...]
     return found
 
 
-def tied_elements(record: Recorder) -> int:
-    """Of parameters that are used at both ends of a model: a pipeline has them twice."""
-    return sum(parameter.numel() for parameter, calls in record.users() if calls and calls[0] != calls[-1])
+def tied_elements(record: Recorder) -> tuple[int, int]:
+    """Of parameters that are used at both ends of a model, which a pipeline has twice: all, and those trained."""
+    tied = [parameter for parameter, calls in record.users() if calls and calls[0] != calls[-1]]
+    return sum(p.numel() for p in tied), sum(p.numel() for p in tied if p.requires_grad)
 
 
 def _added_up(parameters: list[nn.Parameter], facts: Facts) -> tuple[Weights, ...]:

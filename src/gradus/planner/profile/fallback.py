@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import nn
 
@@ -20,46 +21,28 @@ PARAMETERS_OF_A_BLOCK = 12  # times h²
 BYTES_OF_A_BLOCK = 34  # times h, for each token in 16 bit; twice that in 32
 
 
-def fallback_profile(
-    name: str,
-    model: nn.Module,
-    problem: str,
-    *,
-    precision: str,
-    narrow_parameters: bool,
-    tokens_per_sample: int | None,
-    sample_bytes: float,
-) -> ModelProfile:
-    """What can be said without running it; `problem` is why it could not be run."""
+def estimated(bare: ModelProfile, model: nn.Module, problem: str, *, narrow: bool) -> ModelProfile:
+    """The profile with what can be said without running the model; `problem` is why it could not be run.
+
+    `narrow`: products are computed in 16 bit.
+    """
     blocks = repeated_blocks(model)
     within = {id(p) for block in blocks for p in block.parameters()}
     around = [p for p in model.parameters() if id(p) not in within]
-    narrow = precision in ("bf16", "fp16", "fp8")
-    tokens = tokens_per_sample or 1
+    tokens = bare.tokens_per_sample or 1
     parts = [_part("around the blocks", False, around, tokens, narrow, kept=0.0)]
     calls = [0]
     known: dict[tuple[Weights, ...], int] = {}
     for block in blocks:
-        part = _part(
-            type(block).__name__, True, block.parameters(), tokens, narrow, _kept(block, tokens_per_sample, narrow)
-        )
+        kept = _kept(block, bare.tokens_per_sample, narrow)
+        part = _part(type(block).__name__, True, block.parameters(), tokens, narrow, kept)
         if part.weights not in known:
             known[part.weights] = len(parts)
             parts.append(part)
         calls.append(known[part.weights])
-    counted = "activations as in a transformer of that size" if tokens_per_sample else "no activations"
-    return ModelProfile(
-        name=name,
-        parts=tuple(parts),
-        calls=tuple(calls),
-        precision=precision,
-        narrow_parameters=narrow_parameters,
-        micro_batches=(1, 2),
-        tokens_per_sample=tokens_per_sample,
-        sample_bytes=sample_bytes,
-        traced=False,
-        notes=(f"{problem}; it is estimated from its parameters alone, with {counted}",),
-    )
+    counted = "activations as in a transformer of that size" if bare.tokens_per_sample else "no activations"
+    note = f"{problem}; it is estimated from its parameters alone, with {counted}"
+    return replace(bare, parts=tuple(parts), calls=tuple(calls), traced=False, notes=(*bare.notes, note))
 
 
 def _part(name: str, block: bool, parameters: Iterable[nn.Parameter], tokens: int, narrow: bool, kept: float) -> Part:

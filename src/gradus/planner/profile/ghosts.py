@@ -68,12 +68,16 @@ def _watch(block: nn.Module, name: str, recorder: Recorder, kinds: dict[Any, _Ki
         leaves, spec = tree_flatten((args, kwargs))
         kind = kinds.setdefault((made_of, tuple(map(_looks, leaves)), spec, torch.is_grad_enabled()), _Kind([]))
         if len(kind.calls) >= REAL and kind.results is not None:
-            output = _ghost(recorder, Call(name, True, like=kind.calls[0], module=block), leaves, kind)
+            call = Call(name, True, like=kind.calls[0], module=block)
+            recorder.hand_to_ghost(leaves)
+            output = _ghost(recorder, call, leaves, kind)
+            recorder.returned(call, tree_flatten(output)[0])
         else:
             call = Call(name, True, module=block)
             kind.calls.append(recorder.enter(call))
             output = forward(*args, **kwargs)
             results, result_spec = tree_flatten(output)
+            recorder.returned(call, results)
             call.output = sum(t.numel() * t.element_size() for t in results if isinstance(t, Tensor))
             if not _share_memory(leaves, results):
                 kind.results, kind.spec = [_shape(result) for result in results], result_spec
@@ -120,21 +124,30 @@ def _made_of(block: nn.Module) -> Any:
     for name, module in block.named_modules():
         settings = tuple(
             sorted(
-                (key, _setting(value))
+                (key, repr(_setting(value)))
                 for key, value in vars(module).items()
-                if isinstance(value, (int, float, str)) and not key.endswith(_POSITIONS)
+                if not key.startswith("_") and not key.endswith(_POSITIONS)
             )
         )
-        parameters = tuple(
-            (key, tuple(p.shape), p.dtype, p.requires_grad) for key, p in module.named_parameters(recurse=False)
+        tensors = tuple(
+            (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         )
-        found.append((name, type(module), settings, parameters))
+        found.append((name, type(module), settings, tensors))
     return tuple(found)
 
 
-def _setting(value: float | str) -> Any:
-    # A rate of 0.1 or 0.2 makes no difference to what runs; one of 0 does.
-    return value != 0 if isinstance(value, float) else str(value)
+def _setting(value: Any) -> Any:
+    """A setting as far as it decides what runs. What cannot be compared is left out: configurations, other modules."""
+    if isinstance(value, float):  # a rate of 0.1 or 0.2 makes no difference; one of 0 does
+        return value != 0
+    if isinstance(value, (int, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_setting(item) for item in value]
+    if isinstance(value, dict):
+        return sorted((str(key), repr(_setting(item))) for key, item in value.items())
+    return getattr(value, "__qualname__", None) or type(value).__qualname__  # a function, by its name
 
 
 def _looks(leaf: Any) -> Any:

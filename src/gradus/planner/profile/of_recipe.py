@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from gradus.data.source import source_options
 from gradus.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from gradus.models.experts import Experts
 from gradus.parallel.tensor import divided_layers
-from gradus.planner.profile.assembly import Facts, NotAlike, assembled, tied_elements
-from gradus.planner.profile.fallback import fallback_profile
+from gradus.planner.profile.assembly import (
+    Facts,
+    NotAlike,
+    assembled,
+    in_proportion,
+    tied_elements,
+    with_eager_operators,
+)
+from gradus.planner.profile.fallback import estimated
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.tracing import FakeModel, Numbers
 from gradus.planner.resolve import data_options
 from gradus.schema.errors import GradusError
-from gradus.schema.plan import Precision
+from gradus.schema.plan import Precision, Scaling
 from gradus.schema.recipe import Recipe
 
 SAMPLES = (2, 4)  # of the two passes; one sample alone is no batch to a batch norm
@@ -36,17 +45,12 @@ def profile_of(
     channels_last: bool = False,
     micro_batches: tuple[int, int] = SAMPLES,
     fused_attention: bool = True,
+    fp8_scaling: Scaling = "tensor",
 ) -> ModelProfile:
     """What the recipe's model does in a step, forward and backward, as CUDA would run it.
 
     A resolved recipe. `fused_attention` False is the software of 2021: attention as separate products and a softmax.
     """
-    from gradus.training.described import outlined_model
-    from gradus.training.objective import Objective
-
-    dtype = torch.float64 if precision == "fp64" else torch.float32
-    model, problem = outlined_model(recipe, dtype)
-    notes = [f"the model was built in host memory: {problem}"] if problem else []
     numbers = Numbers(
         autocast=_AUTOCAST.get(precision),
         narrow_parameters=narrow_parameters,
@@ -54,8 +58,32 @@ def profile_of(
         capability=capability or NEWEST,
         fused_attention=fused_attention,
     )
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    with torch.random.fork_rng(devices=[]):  # whoever plans and then trains here draws what they would have drawn
+        traced = _traced(
+            recipe, numbers, dtype, micro_batches, channels_last, fp8_scaling if precision == "fp8" else None
+        )
+    return replace(traced, precision=precision, narrow_parameters=narrow_parameters)
+
+
+def _traced(
+    recipe: Recipe,
+    numbers: Numbers,
+    dtype: torch.dtype,
+    micro_batches: tuple[int, int],
+    channels_last: bool,
+    fp8_scaling: Scaling | None,
+) -> ModelProfile:
+    from gradus.training.compilation import names_of_compiled
+    from gradus.training.described import outlined_model
+    from gradus.training.float8 import use_float8
+    from gradus.training.objective import Objective
+
+    model, problem = outlined_model(recipe, dtype)
     styles = divided_layers(model, recipe.tensor_plan)
     experts = frozenset(name for name, module in model.named_modules() if isinstance(module, Experts))
+    if fp8_scaling is not None:
+        use_float8(model, fp8_scaling)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     fake = FakeModel(model, numbers, styles, experts)
@@ -66,39 +94,49 @@ def profile_of(
         return losses.loss_sum / losses.count.to(losses.loss_sum.dtype)
 
     examples = Examples(recipe, dtype, channels_last)
+    bare = ModelProfile(
+        name=recipe.model.use,
+        micro_batches=micro_batches,
+        tokens_per_sample=examples.tokens_per_sample,
+        sample_bytes=examples.sample_bytes,
+        input_bytes=examples.input_bytes,
+        module_parameters=_module_parameters(model),
+        notes=(f"the model was built in host memory: {problem}",) if problem else (),
+    )
     try:
         few, more = (fake.trace(examples.batch(samples), samples, loss_of) for samples in micro_batches)
     except GradusError:  # which a run would meet as well
         raise
     except Exception as error:  # fake tensors have no values, and a model may look at them in any way
         first = str(error).strip().partition("\n")[0]
-        return fallback_profile(
-            recipe.model.use,
-            model,
-            f"the model could not be traced ({type(error).__name__}: {first})",
-            precision=precision,
-            narrow_parameters=narrow_parameters,
-            tokens_per_sample=examples.tokens_per_sample,
-            sample_bytes=examples.sample_bytes,
-        )
+        reason = f"the model could not be traced ({type(error).__name__}: {first})"
+        return estimated(bare, model, reason, narrow=numbers.autocast is not None)
     facts = _facts(model, styles, experts)
     try:
         parts, calls = assembled(few, more, micro_batches, facts)
     except NotAlike:
-        notes.append("the model runs other operators for other batches: its sizes are taken to be in proportion")
-        parts, calls = assembled(more, more, (0, micro_batches[1]), facts)
-    return ModelProfile(
-        name=recipe.model.use,
-        parts=tuple(parts),
+        note = "the model runs other operators for other batches: its sizes are taken to be in proportion"
+        bare = replace(bare, notes=(*bare.notes, note))
+        parts, calls = in_proportion(more, micro_batches[1], facts)
+    compiled = names_of_compiled(model)
+    tied, trained = tied_elements(few)
+    return replace(
+        bare,
+        parts=tuple(with_eager_operators(part, compiled) for part in parts),
         calls=tuple(calls),
-        precision=precision,
-        narrow_parameters=narrow_parameters,
-        micro_batches=micro_batches,
-        tokens_per_sample=examples.tokens_per_sample,
-        sample_bytes=examples.sample_bytes,
-        tied_elements=tied_elements(few),
-        notes=tuple(notes),
+        tied_elements=tied,
+        tied_trained=trained,
     )
+
+
+def _module_parameters(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    counted: set[int] = set()
+    found = []
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in counted]
+        counted |= {id(p) for p in own}
+        found.append((name, sum(p.numel() for p in own)))
+    return tuple((name, elements) for name, elements in found if elements)
 
 
 def _facts(model: nn.Module, styles: dict[str, str], experts: frozenset[str]) -> Facts:
@@ -134,8 +172,9 @@ class Examples:
         source = self._data.source
         self.tokens_per_sample = source.tokens_per_sample if source is not None else None
         raw = self._data.fetch(np.zeros(1, dtype=np.int64), recipe.seed)
-        tensors = raw.values() if isinstance(raw, dict) else raw
-        self.sample_bytes = float(sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)))
+        handed_over = _storages(raw)
+        made = {key: size for key, size in _storages(self._data.finish(raw, dtype)).items() if key not in handed_over}
+        self.sample_bytes, self.input_bytes = float(sum(handed_over.values())), float(sum(made.values()))
         self._seed = recipe.seed
 
     def batch(self, samples: int) -> Any:
@@ -144,6 +183,12 @@ class Examples:
         if not self._channels_last:
             return batch
         return tuple(t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for t in batch)
+
+
+def _storages(batch: Any) -> dict[int, int]:
+    """Bytes of the tensors in a batch, each piece of memory once."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def _stand_in(recipe: Recipe) -> SyntheticTokens | SyntheticImages | None:

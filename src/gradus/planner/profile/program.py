@@ -72,6 +72,9 @@ class Operator:
     expert: bool = False  # works on tokens that were sent to an expert
     causal: bool = False  # attention only
     channels_last: bool = False  # of images: how they lie in memory
+    eager: bool = False  # in no module that a plan with `compile` compiles
+    module: str = ""  # that it belongs to, by its name in the model; of blocks that are alike, in the first
+    turned: Amount = NOTHING  # bytes of inputs whose innermost dimension is not the one that a kernel goes along
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Storage:
     role: Role = "activation"
     divides: Divides = "sequence"
     expert: bool = False
+    from_samples: float = 0.0  # with fewer in a micro-batch, it is not needed
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Part:
     scattered: tuple[Amount, ...] = ()
     keys_and_values: Amount = NOTHING  # bytes that context parallelism sends around in forward
     sent_to_experts: Amount = NOTHING  # bytes of one all-to-all; forward has two of them, backward too
+    waits: int = 0  # how often the host reads a value in forward, and waits for the device to have it
     recompute: tuple[Operator, ...] = ()  # what of forward runs again when backward begins; see planner/recomputing.py
 
     @property
@@ -146,16 +151,19 @@ class ModelProfile:
     """A model as parts and the order in which forward calls them. Backward goes the other way."""
 
     name: str
-    parts: tuple[Part, ...]
-    calls: tuple[int, ...]  # numbers of parts; blocks that are alike are called under one number
-    precision: str  # that it was traced in, as in the plan
-    narrow_parameters: bool  # whether parameters were in 16 bit already, as sharded ones are when they are gathered
-    micro_batches: tuple[int, int]  # it was traced with these; in between and beyond, sizes are on a straight line
+    parts: tuple[Part, ...] = ()
+    calls: tuple[int, ...] = ()  # numbers of parts; blocks that are alike are called under one number
+    precision: str = "fp32"  # that it was traced in, as in the plan
+    narrow_parameters: bool = False  # whether parameters were in 16 bit already, as shards are when they are gathered
+    micro_batches: tuple[int, int] = (1, 2)  # it was traced with these; beyond, sizes are on a straight line
     tokens_per_sample: int | None = None
     sample_bytes: float = 0.0  # of one sample as the loader hands it over
+    input_bytes: float = 0.0  # of tensors that are made of it for the model: of images, numbers in place of bytes
     tied_elements: int = 0  # parameters that two parts share, counted in the first of them only
     traced: bool = True  # False: a fallback from parameters alone; `notes` says why
     notes: tuple[str, ...] = field(default=())
+    module_parameters: tuple[tuple[str, int], ...] = ()  # elements of each module's own, by its name
+    tied_trained: int = 0  # of tied_elements, those that are trained
 
     def called(self) -> Iterator[Part]:
         """The parts in the order of forward, each as often as it is called."""
@@ -174,5 +182,15 @@ class ModelProfile:
         return sum(part.trained for part in self.called())
 
     def flops(self, micro_batch: float) -> float:
-        """Of one forward and backward pass, without recomputing anything."""
-        return sum(op.flops.at(micro_batch) for part in self.called() for op in part.forward + part.backward)
+        """Of one forward and backward pass, without computing anything twice: not even attention's scores."""
+        return sum(needed_flops(op, micro_batch) for part in self.called() for op in part.forward + part.backward)
+
+
+# Backward of attention is five products of matrices; one of them computes the scores again, which is not the model's.
+ATTENTION_NEEDED = 4 / 5
+
+
+def needed_flops(operator: Operator, micro_batch: float) -> float:
+    """Of an operator, without what it computes a second time."""
+    again = operator.kind == "attention" and operator.name.endswith("backward")
+    return operator.flops.at(micro_batch) * (ATTENTION_NEEDED if again else 1.0)

@@ -6,13 +6,15 @@ Below autograd, so that what backward does is seen as well. Nothing is computed,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +23,8 @@ from gradus.planner.profile.program import Role
 
 # What an operator gives whose result depends on values, which are not there; or NotImplemented.
 Expected = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-Workspace = Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]  # bytes that a library needs besides
+# What a library needs besides: bytes, and the samples of a micro-batch from which on it needs them.
+Workspace = Callable[[str, tuple[Any, ...], dict[str, Any], Any], Iterable[tuple[int, float]]]
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Piece:
     table: bool = False  # of embeddings, or a copy of one
     expert: bool = False
     split: bool = False  # a rank of a tensor group has a part of it
+    from_samples: float = 0.0  # of a micro-batch, from which on it is needed
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,12 @@ class Step:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     call: int
+    module: str  # that it runs in, by its name in the model; in backward, the one whose forward it undoes
     backward: bool
     split: bool
     expert: bool
     channels_last: bool
+    turned: int
 
 
 @dataclass
@@ -72,20 +78,22 @@ class Call:
     scattered: list[int] = field(default_factory=list)
     keys_and_values: int = 0
     sent_to_experts: int = 0
+    waits: int = 0  # how often the host reads a value in forward, and waits for it
+    results: list[int] = field(default_factory=list)  # of a block: the storages that it returns, by number
     module: nn.Module | None = None
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, everything that runs goes into `steps`, `pieces` and `calls`."""
 
-    def __init__(
-        self, expected: Expected, workspace: Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
-    ) -> None:
+    def __init__(self, expected: Expected, workspace: Workspace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.pieces: list[Piece] = []
         self.calls: list[Call] = []
         self.parameters: list[tuple[nn.Parameter, int]] = []  # each with the number of its storage
+        self.unseen: set[int] = set()  # storages that ghosts were given
+        self._added: set[int] = set()
         self.backward = False
         self.backward_begins = 0  # number of the first operator of backward
         self._expected = expected
@@ -94,32 +102,58 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._paused = False
         self._latest = 0  # the call whose backward is running
+        self._places: list[tuple[int, str]] = [(0, "")]  # the module that runs from this autograd node on
         self._entered: Piece | None = None  # what was last handed to layers that are divided by their outputs
 
     # --- calls
 
     def enter(self, call: Call) -> int:
-        call.first_sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        call.first_sequence = _next_node()
         self.calls.append(call)
         return len(self.calls) - 1
 
+    @contextmanager
+    def naming(self, model: nn.Module) -> Iterator[None]:
+        """Inside, operators are put down to the modules of the model that run them."""
+        names = {module: name for name, module in model.named_modules()}
+        running = [""]
+
+        def entered(module: nn.Module, inputs: Any) -> None:
+            running.append(names.get(module, running[-1]))
+            self._places.append((_next_node(), running[-1]))
+
+        def left(module: nn.Module, inputs: Any, output: Any) -> None:
+            running.pop()
+            self._places.append((_next_node(), running[-1]))
+
+        handles = [register_module_forward_pre_hook(entered), register_module_forward_hook(left, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     @property
     def _call(self) -> int:
+        """The call that is running; in backward, the one whose forward is being undone."""
+        if self.backward and (node := self._node()) is not None:
+            self._latest = bisect_right(self.calls, node, key=lambda call: call.first_sequence) - 1
+        return self._latest if self.backward else len(self.calls) - 1
+
+    @property
+    def _module(self) -> str:
         if not self.backward:
-            return len(self.calls) - 1
-        node: Any = torch._C._current_autograd_node()  # private: the node that is running
-        if node is None or node._sequence_nr() > self.calls[-1].first_sequence + 2**40:  # it adds to a gradient
-            return self._latest
-        sequence = node._sequence_nr()
-        low, high = 0, len(self.calls)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.calls[middle].first_sequence <= sequence:
-                low = middle
-            else:
-                high = middle
-        self._latest = low
-        return low
+            return self._places[-1][1]
+        if (node := self._node()) is not None:
+            self._latest_module = self._places[bisect_right(self._places, node, key=lambda place: place[0]) - 1][1]
+        return self._latest_module
+
+    def _node(self) -> int | None:
+        """The number of the autograd node that is running; None for those that only add to a gradient."""
+        node: Any = torch._C._current_autograd_node()  # private, as are the numbers
+        if node is None or node._sequence_nr() > self.calls[-1].first_sequence + 2**40:
+            return None
+        return int(node._sequence_nr())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -132,14 +166,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin_backward(self) -> None:
         self.backward, self.backward_begins = True, len(self.steps)
-        self._latest = len(self.calls) - 1
+        self._latest, self._latest_module = len(self.calls) - 1, ""
 
     # --- storages
 
     def add(self, tensor: Tensor) -> Piece:
         """A parameter or a buffer."""
         number = self._number(tensor, made=-1, made_in=-1, parameter=True)
-        if isinstance(tensor, nn.Parameter) and all(tensor is not known for known, _ in self.parameters):
+        if isinstance(tensor, nn.Parameter) and id(tensor) not in self._added:
+            self._added.add(id(tensor))  # which stays its own, since it is kept
             self.parameters.append((tensor, number))
         return self.pieces[number]
 
@@ -156,6 +191,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self.pieces[written].role == "copy":
                     sources[written] = sources.get(step.reads[0], step.reads[0])
         return [(p, sorted(set(calls.get(number, [])))) for p, number in self.parameters]
+
+    def hand_to_ghost(self, tensors: Iterable[Any]) -> None:
+        """Ghosts keep nothing: what a block in their place would do with these is not seen."""
+        known = (self._numbers.get(t.untyped_storage()._cdata) for t in tensors if isinstance(t, Tensor))
+        self.unseen |= {number for number in known if number is not None}
+
+    def returned(self, call: Call, results: Iterable[Any]) -> None:
+        """What a block returns: what becomes of it, the call itself does not tell. A ghost has made nothing else."""
+        number = next(n for n, known in enumerate(self.calls) if known is call)
+        for tensor in results:
+            if isinstance(tensor, Tensor):
+                call.results.append(self._number(tensor, made=len(self.steps), made_in=number))
 
     def piece(self, tensor: Tensor) -> Piece | None:
         number = self._numbers.get(tensor.untyped_storage()._cdata)
@@ -198,6 +245,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fresh = [t for t in results if t.untyped_storage()._cdata not in known]
         name = name_of(func)
         mutates = func._schema.is_mutable and not name.startswith(("detach", "set_", "resize"))
+        if name in _READ_BY_HOST and not self.backward and self.calls:
+            self.calls[-1].waits += 1
         if not results and not mutates:
             return
         if not fresh and not mutates:
@@ -255,14 +304,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reads=tuple(sources),
                 writes=tuple(targets),
                 call=call,
+                module=self._module,
                 backward=self.backward,
                 split=split_work,
                 expert=expert,
                 channels_last=any(map(_channels_last, distinct)),
+                turned=_turned(name, work, distinct, changed),
             )
         )
-        if (extra := self._workspace(name, args, kwargs, out)) > 0:
-            self.pieces.append(Piece(extra, extra, here, call, last=here, role="workspace", split=split_work))
+        for extra, from_samples in self._workspace(name, args, kwargs, out):
+            if extra == 0:
+                continue
+            self.pieces.append(
+                Piece(
+                    extra,
+                    extra,
+                    here,
+                    call,
+                    last=here,
+                    role="workspace",
+                    split=split_work and not from_samples,
+                    from_samples=from_samples,
+                )
+            )
 
     def _split(self, read: list[Piece], work: Work) -> tuple[bool, bool]:
         """Whether a tensor group divides the work, and whether each of its ranks gets a part of the result.
@@ -297,6 +361,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.sent_to_experts = sum(piece.bytes for piece, _ in data)
 
 
+_READ_BY_HOST = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
 _ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 
 
@@ -315,6 +380,40 @@ def _styles(read: list[Piece], work: Work) -> set[str]:
 def _channels_last(tensor: Tensor) -> bool:
     """Whether it is a batch of images whose channels lie side by side, and could lie otherwise."""
     return tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _turned(name: str, work: Work, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Bytes of inputs that are not read in the order in which they lie.
+
+    Copies and pointwise kernels go along the output, products along their inner dimension. Norms of layers and groups
+    know one order only, and convolutions that of their weights: they begin with a copy of what lies otherwise (ATen's
+    kernels call `contiguous` on it).
+    """
+    if name.startswith(("native_layer_norm", "native_group_norm", "_fused_rms_norm")):
+        return sum(_touched(t) for t in inputs if t.ndim > 1 and not t.is_contiguous())
+    if work.kind == "convolution" and any(map(_channels_last, inputs)):
+        images = [t for t in inputs if t.ndim == 4]
+        return sum(_touched(t) for t in images if not t.is_contiguous(memory_format=torch.channels_last))
+    if work.kind == "matmul" and len(inputs) >= 2 and min(t.ndim for t in inputs[-2:]) >= 2:
+        left, right = inputs[-2:]
+        return _touched(left) * (left.stride(-1) != 1) + _touched(right) * (right.stride(-2) != 1)
+    if work.kind not in ("copy", "pointwise") or not outputs:
+        return 0
+    along = _innermost(outputs[0])
+    whole = [t for t in inputs if t.shape == outputs[0].shape]
+    return sum(_touched(t) for t in whole if None not in (along, _innermost(t)) and _innermost(t) != along)
+
+
+def _innermost(tensor: Tensor) -> int | None:
+    """The dimension whose elements lie side by side, as far as there is one."""
+    wide = [d for d, size in enumerate(tensor.shape) if size > 1]
+    found = [d for d in wide if tensor.stride(d) == 1]
+    return found[0] if len(wide) > 1 and len(found) == 1 else None
+
+
+def _next_node() -> int:
+    """The number that the next autograd node will get."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def _touched(tensor: Tensor) -> int:

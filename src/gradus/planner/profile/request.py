@@ -18,7 +18,7 @@ from gradus.planner.profile.stored import from_text
 from gradus.schema.callables import is_import_path
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.errors import GradusError, InputError
-from gradus.schema.plan import Plan, Precision
+from gradus.schema.plan import Plan, Precision, Scaling
 from gradus.schema.recipe import Recipe
 
 NARROW: tuple[Precision, ...] = ("bf16", "fp16", "fp8")  # sharded parameters are gathered in 16 bits
@@ -36,6 +36,7 @@ class ProfileRequest:
     narrow_parameters: bool = False  # parameters are in 16 bits already, as gathered shards are
     capability: tuple[int, int] | None = None  # of the GPU, by which torch chooses attention kernels
     channels_last: bool = False
+    fp8_scaling: Scaling | None = None  # of precision fp8
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> ProfileRequest:
@@ -46,7 +47,8 @@ class ProfileRequest:
 def request_for(plan: Plan, cluster: Cluster) -> ProfileRequest:
     """The trace that a plan is predicted from."""
     narrow = plan.sharded and plan.precision in NARROW
-    return ProfileRequest(plan.precision, narrow, capability_of(cluster), plan.channels_last)
+    scaling = plan.fp8_scaling if plan.precision == "fp8" else None
+    return ProfileRequest(plan.precision, narrow, capability_of(cluster), plan.channels_last, scaling)
 
 
 def capability_of(cluster: Cluster) -> tuple[int, int] | None:
@@ -91,6 +93,7 @@ def traced_here(recipe: Recipe, request: ProfileRequest) -> ModelProfile:
                 narrow_parameters=request.narrow_parameters,
                 capability=request.capability,
                 channels_last=request.channels_last,
+                fp8_scaling=request.fp8_scaling or "tensor",
             )
         except InputError:
             raise

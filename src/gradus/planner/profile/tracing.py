@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from gradus.planner.profile.workspace import (
     Direction,
     attention_workspace_bytes,
     convolution_workspace_bytes,
+    reduction_workspace_bytes,
 )
 
 LossOf = Callable[[nn.Module, Any, int], Tensor]  # of a model, a batch and its number of samples: the loss to minimise
@@ -46,6 +50,7 @@ class FakeModel:
         self.model = model
         self.numbers = numbers
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode.capability = numbers.capability  # type: ignore[attr-defined]  # for models that ask their device
         self._styles = styles  # of layers that a tensor group divides, by name
         self._experts = experts  # names of modules whose parameters belong to experts
         made: dict[int, Any] = {}
@@ -66,11 +71,12 @@ class FakeModel:
 
     def trace(self, batch: Any, samples: int, loss_of: LossOf) -> Recorder:
         """One pass with a batch, of which only the shapes matter."""
-        recorder = Recorder(as_expected, self._workspace)
+        recorder = Recorder(as_expected, partial(self._workspace, samples))
         numbers = self.numbers
         as_cuda = AsCuda(numbers.autocast, numbers.capability, numbers.fused_attention, numbers.tf32)
         names = {module: name for name, module in self.model.named_modules()}
         blocks = [(names[block], block) for block in repeated_blocks(self.model)]
+        collects = gc.isenabled()
         gc.disable()  # what a collection frees would seem to go at that moment
         try:
             with ExitStack() as stack:
@@ -80,45 +86,78 @@ class FakeModel:
                 stack.enter_context(watched(blocks, recorder))
                 stack.enter_context(recorder)
                 stack.enter_context(as_cuda)
-                with as_cuda.forward():
+                stack.enter_context(_unnoticed())
+                with as_cuda.forward(), recorder.naming(self.model):
                     loss = loss_of(self.model, fake, samples)
                 recorder.begin_backward()
                 loss.backward()  # type: ignore[no-untyped-call]
                 self._note_gradients(recorder)
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
             for parameter in self.model.parameters():
                 parameter.grad = None
         return recorder
 
-    def _workspace(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-        """Bytes that a library asks for while an operator runs."""
+    def _workspace(
+        self, samples: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Iterator[tuple[int, float]]:
+        """Bytes that an operator asks for while it runs, and from how many samples of a micro-batch on."""
         if name == "convolution":
-            return self._of_convolution(args[0], args[1], out, args[8], "forward")
-        if name == "convolution_backward":
+            yield self._of_convolution(args[0], args[1], out, args[8], "forward"), 0.0
+        elif name == "convolution_backward":
             # One after the other: the larger counts.
             ways: tuple[Direction, ...] = ("input", "weight")
-            return max(
-                self._of_convolution(args[1], args[2], args[0], args[9], way) if wanted else 0
-                for way, wanted in zip(ways, args[10][:2], strict=True)
+            yield (
+                max(
+                    self._of_convolution(args[1], args[2], args[0], args[9], way) if wanted else 0
+                    for way, wanted in zip(ways, args[10][:2], strict=True)
+                ),
+                0.0,
             )
-        attention = re.fullmatch(r"_scaled_dot_product_(flash|efficient|cudnn)_attention_backward", name)
-        if attention is None:
-            return 0
-        q, k = args[1], args[2]
-        samples, heads, queries, width = q.shape
-        kernel: Any = attention[1]
-        return attention_workspace_bytes(
-            kernel, samples, heads, k.shape[1], queries, k.shape[2], width, q.element_size()
+            if args[10][2]:  # the gradient of a bias
+                yield from self._of_sum(args[0], [n for n in range(args[0].ndim) if n != 1], samples)
+        elif name == "native_layer_norm":
+            yield _bytes_to_copy(args[:1]), 0.0
+        elif name == "native_layer_norm_backward":
+            yield _bytes_to_copy(args[:2]), 0.0
+        elif name == "sum" and len(args) > 1 and args[1]:
+            yield from self._of_sum(args[0], args[1], samples)
+        elif attention := re.fullmatch(r"_scaled_dot_product_(flash|efficient|cudnn)_attention_backward", name):
+            q, k = args[1], args[2]
+            number, heads, queries, width = q.shape
+            kernel: Any = attention[1]
+            yield (
+                attention_workspace_bytes(
+                    kernel, number, heads, k.shape[1], queries, k.shape[2], width, q.element_size()
+                ),
+                0.0,
+            )
+
+    def _of_sum(self, x: Tensor, dims: Sequence[int], samples: int) -> Iterator[tuple[int, float]]:
+        """Of a sum over rows. Along them, where numbers lie side by side, it needs next to nothing."""
+        summed = {dim % x.ndim for dim in dims}
+        inner = min(
+            (dim for dim in range(x.ndim) if x.shape[dim] > 1), key=lambda dim: (x.stride(dim), -dim), default=0
         )
+        if inner in summed or x.numel() == 0:
+            return
+        rows = math.prod(x.shape[dim] for dim in summed)
+        size, from_rows = reduction_workspace_bytes(x.numel() // rows, self.numbers.capability)
+        if size:
+            yield size, from_rows * samples / rows
 
     def _of_convolution(self, x: Tensor, weight: Tensor, result: Tensor, groups: int, way: Direction) -> int:
-        return convolution_workspace_bytes(
+        """Of cuDNN, and copies that torch makes first of what does not lie as the convolution is done."""
+        channels_last = x.ndim == 4 and any(map(_lies_channels_last, (x, weight)))
+        wanted = torch.channels_last if channels_last else torch.contiguous_format
+        used = {"forward": (x, weight), "input": (result, weight), "weight": (result, x)}[way]
+        return _bytes_to_copy(used, wanted) + convolution_workspace_bytes(
             tuple(x.shape),
             tuple(weight.shape),
             tuple(result.shape),
             x.dtype,
-            x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last),
+            channels_last,
             groups,
             way,
             self.numbers.capability,
@@ -143,6 +182,34 @@ class FakeModel:
         for parameter in self.model.parameters():
             if parameter.grad is not None and (piece := recorder.piece(parameter.grad)) is not None:
                 piece.role = "gradient"
+
+
+def _bytes_to_copy(tensors: Iterable[Tensor], layout: torch.memory_format = torch.contiguous_format) -> int:
+    """Of those that do not lie as a kernel wants them: it gets a copy, which goes when it is done."""
+    return sum(t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=layout))
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Inside, Hugging Face's models take fake tensors for real ones.
+
+    Otherwise they build masks for attention, which they leave out where, on looking, nothing is masked
+    (transformers/masking_utils.py).
+    """
+    asks = sys.modules.get("transformers.utils.import_utils")
+    known = getattr(asks, "is_fake_tensor", None)
+    if known is None:
+        yield
+        return
+    setattr(asks, "is_fake_tensor", lambda x: False)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(asks, "is_fake_tensor", known)  # noqa: B010
+
+
+def _lies_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""Workspace: memory that cuDNN and the attention kernels ask of torch's allocator while one of them runs.
+"""Workspace: memory that cuDNN, attention kernels and sums ask of torch's allocator while one of them runs.
 
-No torch operator shows it, and cuDNN does not document how much it takes: these are estimates from how the kernels
-work, each with what it assumes.
+No torch operator shows it, and cuDNN does not document how much it takes: what is said of it are estimates from how the
+kernels work, each with what it assumes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,20 @@ FLOAT32_BYTES = 4
 # of input and output, and 36 for 9 of the filter.
 WINOGRAD_TILE = 36 / 16
 WINOGRAD_FILTER = 36 / 9
+# The filter's gradient of such a convolution over small images, with their border of zeros, goes through Fourier
+# transforms of inputs, outputs and filters (seen on an H200: a small convolutional net at 8×8, ResNet-50 at 14×14).
+FFT_TILE, COMPLEX_BYTES = 16, 8
 TENSOR_CORES_16_BIT, TENSOR_CORES_TF32 = (7, 0), (8, 0)  # the first GPUs with them (Volta, Ampere)
+
+# How torch sums over rows (ATen/native/cuda/Reduce.cuh, setReduceConfig): threads that a block has for each number that
+# a thread loads at once, and by how many values each of them wants to add.
+REDUCING_THREADS, WARP, LOADED_AT_ONCE = 512, 32, 4
+FEWEST_VALUES, MOST_VALUES = 16, 256
+# Of a GPU by its compute capability: multiprocessors (of the largest one in hardware/catalogue.yaml, or else as many as
+# Hopper's), and the threads that one can hold (CUDA C++ programming guide, technical specifications).
+MULTIPROCESSORS = {(7, 0): 80, (8, 0): 108, (8, 9): 142, (9, 0): 132, (10, 0): 152}
+HOPPERS_MULTIPROCESSORS, MOST_THREADS = 132, 2048
+FEWER_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 
 FLASH_ROWS = 128  # flash attention's backward rounds sequences up to whole blocks
 FLASH_WIDTHS = 32  # and widths of heads to multiples of this
@@ -57,9 +70,41 @@ def convolution_workspace_bytes(
         return sliced if channels_last else int(RELAID_COPIES * size * (inputs + weights + outputs)) + sliced
     kernel = tuple(weight_shape[2:])
     same_size = tuple(input_shape[2:]) == tuple(output_shape[2:])
-    if kernel == (3, 3) and same_size and groups == 1 and size == FLOAT32_BYTES and not channels_last:
+    if channels_last:  # plain float32 is done with channels apart
+        return int(RELAID_COPIES * size * (inputs + weights + outputs)) + sliced
+    if kernel == (3, 3) and same_size and groups == 1 and size == FLOAT32_BYTES:
+        if direction == "weight" and FFT_TILE // 2 <= max(input_shape[2:]) <= FFT_TILE - 2:
+            images = input_shape[0] * (input_shape[1] + output_shape[1]) + weight_shape[0] * weight_shape[1]
+            return images * FFT_TILE * (FFT_TILE // 2 + 1) * COMPLEX_BYTES
         return int(size * (WINOGRAD_TILE * (inputs + outputs) + WINOGRAD_FILTER * weights))
     return sliced
+
+
+def reduction_workspace_bytes(columns: int, capability: tuple[int, int], element_bytes: int = 4) -> tuple[int, int]:
+    """Bytes that torch's sum over the rows of a matrix takes, as the gradient of a bias is one; and from how many rows.
+
+    With many rows, several blocks add up the same columns and put their sums into a buffer. Torch asks for as many
+    numbers as all threads could have, so that this is about 64 KiB for each block that a GPU can run at a time,
+    whatever the matrix: 132 MiB on an H200. It grows to that with the rows; up to half of it, none is said to be there.
+    """
+    at_once = next(n for n in (LOADED_AT_ONCE, 2, 1) if columns % n == 0)
+    threads = REDUCING_THREADS // at_once
+    width = min(_power_of_two(columns // at_once), WARP)
+    height = threads // width
+    grid = math.ceil(columns / at_once / width)
+    blocks = MULTIPROCESSORS.get(capability, HOPPERS_MULTIPROCESSORS) * (
+        FEWER_THREADS.get(capability, MOST_THREADS) // threads
+    )
+    together = math.ceil(blocks / grid)
+    if together <= 1:
+        return 0, 0
+    values = max(MOST_VALUES, FEWEST_VALUES * together // 2)  # that each thread adds up
+    return element_bytes * columns * together * width * at_once, values * height
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above the number, and not above the threads of a block."""
+    return int(min(REDUCING_THREADS, 1 << (max(1, number).bit_length() - 1)))
 
 
 def attention_workspace_bytes(

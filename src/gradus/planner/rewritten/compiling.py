@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gradus.planner.profile.program import Operator, Part, Role, Storage
+from gradus.planner.profile.program import NOTHING, Amount, Operator, Part, Role, Storage
 from gradus.planner.rewritten.dataflow import Flow, Node, flow_of
 from gradus.planner.rewritten.fusing import Kernel, fused
 from gradus.planner.rewritten.saving import saved_values
@@ -120,6 +120,31 @@ def _put_off(flow: Flow) -> tuple[list[Node], list[Node]]:
     return [flow.recompute[number] for number in sorted(at_once)], nodes
 
 
+# --- what inductor adds
+
+_ALIGNED = {"bfloat16": (8, 2), "float16": (8, 2), "float32": (4, 4)}  # elements, and bytes of one
+
+
+def _aligned_copies(operator: Operator) -> Amount:
+    """Of a product of matrices whose sizes are no multiples of what tensor cores work on: bytes of operands that are
+    copied with zeros around them (torch/_inductor/fx_passes/pad_mm.py). Sizes that grow with the batch are taken to
+    be multiples.
+    """
+    if operator.kind != "matmul" or not operator.shape or operator.dtype not in _ALIGNED or operator.eager:
+        return NOTHING
+    aligned, size = _ALIGNED[operator.dtype]
+    batch, m, n, k = operator.shape
+    if batch.per_sample:
+        return NOTHING
+    odd = [amount.per_sample == 0 and amount.fixed % aligned != 0 for amount in (m, n, k)]
+    copied = NOTHING
+    for rows, columns, needed in ((m, k, odd[0] or odd[2]), (k, n, odd[1] or odd[2])):
+        if needed:
+            grows, fixed = (rows, columns) if rows.per_sample else (columns, rows)
+            copied = copied.plus(grows.times(fixed.fixed * max(1.0, batch.fixed) * size))
+    return copied
+
+
 # --- when memory comes and goes
 
 
@@ -151,6 +176,9 @@ class _Memory:
             for number in kernel.numbers:
                 self.places[number] = place
         self.known_places = sorted(self.places)
+        nodes = (*flow.forward, *flow.recompute, *flow.backward)
+        self.eager = {value for node in nodes if node.operator.eager for value in node.writes}
+        self.read_eagerly = {value for node in flow.forward if node.operator.eager for value in node.reads}
 
     def part(self) -> Part:
         self._hold()
@@ -211,6 +239,11 @@ class _Memory:
             if not self.flow.values[value].final:
                 continue
             before = self.old.storages[self.flow.values[value].storage]
+            if value in self.eager:
+                self.last[value] = max(self.last[value], self._moved(before.last))
+                continue
+            if value in self.read_eagerly and made < self.forward_ends:  # Python may hold it longer than it is read
+                self.last[value] = max(self.last[value], min(self._moved(before.last), self.forward_ends - 1))
             if value in self.flow.handed_on:
                 if before.last < self.old_forward_ends:
                     stays = self.forward_ends - 1
@@ -247,10 +280,14 @@ class _Memory:
 
     def _beside(self) -> Iterable[Storage]:
         """What libraries ask for while they run, and what merely waits while the part runs."""
-        named = {value.storage for value in self.flow.values}
+        named = {value.storage for value in self.flow.values} | self.flow.merged
+        for number, kernel in enumerate(self.kernels):
+            if (copies := _aligned_copies(kernel.operator)) != NOTHING:
+                yield Storage(copies, number, number, "workspace", kernel.operator.divides, kernel.operator.expert)
         for number, storage in enumerate(self.old.storages):
             if storage.role == "workspace":
-                if (place := self.places.get(storage.made)) is not None:
+                place = self.places.get(storage.made)
+                if place is not None and not self.kernels[place].in_place:  # its own kernels need none
                     yield replace(storage, made=place, last=place)
             elif number not in named and storage.role != "copy":  # autocast has no cache inside compiled code
                 yield self._given(storage, None)

@@ -35,7 +35,10 @@ _OVER_SAMPLES = ("batch_norm",)
 # Backward asks only on which side of a limit a number of forward was.
 _ASKS_A_BIT = {"threshold_backward", "leaky_relu_backward", "hardtanh_backward"}
 # Of what forward was given, backward needs no more than the shape, and of the gradient, the values.
-_ASKS_A_SHAPE = {"nll_loss_backward", "max_pool2d_with_indices_backward", "_adaptive_avg_pool2d_backward"}
+# (That of a maximum over windows is handed what forward was given, so that it is kept though nothing reads it: compiled
+# with torch 2.11, a small convolutional net on an H200 held it. Torch 2.13 takes that backward apart, and keeps less.)
+_ASKS_A_SHAPE = {"nll_loss_backward", "_adaptive_avg_pool2d_backward"}
+_CAST = "_to_copy"
 _SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 _OFFSET_BYTES = 1 / 8  # of an index: where in its window a maximum was found fits into a byte
 _SMALL = 4  # an output that is so many times smaller than the inputs is a reduction, to partitioners.py
@@ -89,6 +92,7 @@ class Flow:
     given: dict[int, int] = field(default_factory=dict)  # storages that were there, and their values
     final: dict[int, int] = field(default_factory=dict)  # storages, and their last values
     handed_on: set[int] = field(default_factory=set)  # values of forward that other parts get
+    merged: set[int] = field(default_factory=set)  # storages that are not there, since another has the same in it
 
     def new(self, amount: Amount, storage: int, final: bool = True) -> int:
         self.values.append(Value(amount, storage, final))
@@ -111,6 +115,7 @@ def flow_of(part: Part) -> Flow:
             nodes.extend(builder.taken_apart(operator, next(numbered)))
         if operators is part.forward:
             flow.handed_on = _handed_on(part, flow)
+            builder.casts.clear()  # what backward casts again, it may have from forward or not: saving.py says it
             builder.ask_for_bits(part.recompute + part.backward)
     return flow
 
@@ -123,6 +128,7 @@ class _Builder:
         self.part = part
         self.flow = flow
         self.bits: dict[int, int] = {}  # values, and those that say on which side of a limit they are
+        self.casts: dict[tuple[int, str], int] = {}  # values in a format, by what they were made from
 
     def _value(self, storage: int) -> int:
         if storage not in self.flow.final:
@@ -141,7 +147,7 @@ class _Builder:
 
     def ask_for_bits(self, later: tuple[Operator, ...]) -> None:
         for operator in later:
-            if operator.name not in _ASKS_A_BIT:
+            if operator.name not in _ASKS_A_BIT or operator.eager:
                 continue
             ours = [self.flow.final[s] for s in operator.reads if s in self.flow.final]
             if not ours or max(ours, key=self.flow.size) in self.bits:
@@ -157,6 +163,14 @@ class _Builder:
 
     def taken_apart(self, operator: Operator, number: int) -> Iterator[Node]:
         reads = tuple(dict.fromkeys(self._value(storage) for storage in operator.reads))
+        if operator.eager:
+            results = tuple(map(self._written, operator.writes))
+            yield Node(operator, number, "extern", reads, results, tuple(1.0 for _ in reads), again=False)
+            return
+        if (known := self._known_cast(operator, reads)) is not None:
+            self.flow.final.update(dict.fromkeys(operator.writes, known))
+            self.flow.merged.update(operator.writes)
+            return
         if operator.name in _ASKS_A_BIT:
             reads = tuple(self.bits.get(value, value) for value in reads)
         listed = _sum(self.flow.values[value].bytes for value in reads)
@@ -188,7 +202,20 @@ class _Builder:
         elif operator.kind == "reduction" or operator.name == "nll_loss_forward":
             yield from self._reduction(operator, node, reads, given)
         else:
-            yield node("map", reads, tuple(self._written(storage) for storage in operator.writes))
+            results = tuple(self._written(storage) for storage in operator.writes)
+            if operator.name == _CAST and len(reads) == len(results) == 1:
+                self.casts[reads[0], operator.dtype] = results[0]
+            yield node("map", reads, results)
+
+    def _known_cast(self, operator: Operator, reads: tuple[int, ...]) -> int | None:
+        """The value of a cast that was done before: a compiler does it once (torch/_functorch/compile_utils.py).
+
+        What else might be done twice is not looked for: operators may work on different views of the same memory.
+        """
+        if operator.name != _CAST or len(reads) != 1 or operator.read != self.flow.values[reads[0]].bytes:
+            return None
+        known = self.casts.get((reads[0], operator.dtype))
+        return known if known is not None and self.flow.values[known].final else None
 
     def _reduction(self, operator: Operator, node: _MakeNode, reads: tuple[int, ...], given: float) -> Iterator[Node]:
         """Statistics, and what is made of them element by element."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradus.planner.profile.program import Amount, Operator
+from gradus.planner.profile.program import Amount, Operator, Storage
 from gradus.planner.speed.device import Attention, Device
 
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
@@ -37,8 +37,12 @@ SPLITS = (1, 2, 4, 8, 16)  # ways to cut the inner dimension where there are too
 SHORTEST_SPLIT = 256
 HIDDEN_WRITES = 0.3  # of the shorter of computing and writing
 # Rows that do not begin at a multiple of 16 bytes are loaded piecemeal: how many elements that are, and how many times
-# as long it takes. Measured on an H200: products of 197 × 197 beside what 256 × 256 would let expect.
-UNALIGNED = {"bf16": (8, 3.5), "fp16": (8, 3.5), "tf32": (4, 1.9)}
+# as long it takes where their number is even, and where it is odd. Measured on an H200: a vocabulary of 30,522 (bert),
+# and products of 197 × 197.
+UNALIGNED = {"bf16": (8, 2.8, 4.2), "fp16": (8, 2.8, 4.2), "tf32": (4, 1.9, 1.9)}
+# Tensor cores take TF32 only along the inner dimension (PTX ISA, wgmma: other orders are for 16 bits). Where neither
+# factor lies so, as in the gradient of a layer's weights: 4.02 ms for 8192 × 8192 × 8192 on an H200, beside 2.54 ms.
+TURNED_TF32 = 1.55
 SLOW_ROWS = 14.0  # what a row of an embedding's gradient costs beside a row of its table, on an H200
 # Causal attention computes blocks on the diagonal whole. So many keys of each query more than it needs: measured on an
 # H200, flash attention of 512 to 8,192 tokens (see hardware/speeds.yaml).
@@ -66,11 +70,14 @@ class Setting:
     compiled: bool = False
     watched: bool = False  # by selective recompute, operator by operator
 
-    def share(self, operator: Operator) -> float:
-        """By how much a tensor group divides the operator's work."""
-        if operator.divides == "tensor" or (operator.divides == "sequence" and self.sequence_parallel):
+    def share(self, divided: Operator | Storage) -> float:
+        """By how much a tensor group divides the operator's work, or a piece of memory."""
+        if divided.divides == "tensor" or (divided.divides == "sequence" and self.sequence_parallel):
             return float(self.tensor)
         return 1.0
+
+    def compiles(self, operator: Operator) -> bool:
+        return self.compiled and not operator.eager
 
     def size(self, amount: Amount) -> float:
         """For the samples of a micro-batch, of which context parallelism leaves a rank some tokens."""
@@ -86,13 +93,16 @@ def seconds(operator: Operator, setting: Setting) -> float:
     floor = device.speeds.kernel_seconds * operator.kernels
     if operator.kind == "matmul" and len(operator.shape) == 4:
         shape = _divided(operator, setting, share)
-        return floor + matmul_seconds(*shape, device.precision_of(operator.dtype), device)
+        turned = setting.size(operator.turned) > 0.9 * setting.size(operator.read) > 0
+        precision, padded = device.precision_of(operator.dtype), setting.compiles(operator)
+        return floor + matmul_seconds(*shape, precision, device, turned=turned, padded=padded)
     moved = _moved(operator, setting) / share
     if operator.kind == "attention" and len(operator.shape) == 6:
         return floor + _attention(operator, setting, share, moved)
     if operator.kind == "convolution" and len(operator.shape) == 4:
-        return floor + _convolution(operator, setting, share, moved)
+        return floor + _convolution(operator, setting, share, moved) + turning_seconds(operator, setting) / share
     moving = moved / (device.bytes_per_second * bandwidth_share(operator, setting))
+    moving += turning_seconds(operator, setting) / share
     if operator.kind == "recurrent" and operator.flops != (0.0, 0.0):
         precision = device.precision_of(operator.dtype)
         shares = device.speeds.recurrent
@@ -124,7 +134,7 @@ def _moved(operator: Operator, setting: Setting) -> float:
 def bandwidth_share(operator: Operator, setting: Setting) -> float:
     """What of the quoted bandwidth an operator reaches: by its name, else by its kind."""
     shares = setting.device.speeds.bandwidth
-    if setting.compiled and operator.kind in ("pointwise", "reduction", "copy", "random"):
+    if setting.compiles(operator) and operator.kind in ("pointwise", "reduction", "copy", "random"):
         return shares["compiled"]
     precision = "16" if operator.dtype in ("bfloat16", "float16") else "32"
     layout = " channels_last" if operator.channels_last else ""
@@ -133,6 +143,25 @@ def bandwidth_share(operator: Operator, setting: Setting) -> float:
             return shares[key] * _narrowness(operator)
     kind = _pointwise_kind(operator) if operator.kind == "pointwise" else operator.kind
     return shares.get(kind, shares["pointwise"])
+
+
+def turning_seconds(operator: Operator, setting: Setting) -> float:
+    """That it takes longer because inputs lie in another order: neighbours in one are far apart in the other.
+
+    What is compiled is read as it lies, by the kernel that made it or that needs it.
+    """
+    turned = setting.size(operator.turned)
+    if not turned or setting.compiles(operator):
+        return 0.0
+    device = setting.device
+    shares = device.speeds.bandwidth
+    slow = shares["turned 16" if operator.dtype in ("bfloat16", "float16") else "turned 32"]
+    if operator.kind == "copy":  # the time of the whole copy, less what it would take otherwise
+        moved = _moved(operator, setting) / device.bytes_per_second
+        return max(0.0, moved / slow - moved / bandwidth_share(operator, setting))
+    if operator.kind == "pointwise":
+        return turned / device.bytes_per_second * (1 / slow - 1 / shares["pointwise"])
+    return device.speeds.kernel_seconds + 2 * turned / (device.bytes_per_second * slow)  # a copy of its own before
 
 
 def _narrowness(operator: Operator) -> float:
@@ -181,19 +210,39 @@ def _divided(operator: Operator, setting: Setting, share: float) -> tuple[float,
     return batch, sizes["m"], sizes["n"], sizes["k"]
 
 
-def matmul_seconds(batch: float, m: float, n: float, k: float, precision: str, device: Device) -> float:
-    """Of `batch` products of m×k with k×n, without the floor of a launch."""
+def matmul_seconds(
+    batch: float,
+    m: float,
+    n: float,
+    k: float,
+    precision: str,
+    device: Device,
+    *,
+    turned: bool = False,
+    padded: bool = False,
+) -> float:
+    """Of `batch` products of m×k with k×n, without the floor of a launch.
+
+    `turned`: neither factor lies along the inner dimension. `padded`: rows are made longer where a product is bound by
+    computing and not by memory, as torch.compile does (torch/_inductor/fx_passes/pad_mm.py).
+    """
     speeds = device.speeds
     rate = device.peak_of(precision) * speeds.matmul.get(precision, speeds.matmul["bf16"])
     bandwidth = device.bytes_per_second * speeds.bandwidth["matmul"]
     item = ITEM_BYTES[precision]
     written = batch * m * n * max(2, item)
     busy = tiled_seconds(batch, m, n, k, rate, precision, device)
+    if turned and precision == "tf32":
+        busy *= TURNED_TF32
     # While some tiles are written, others are computed: the more tiles there are, the more of it.
     together = HIDDEN_WRITES * min(busy, written / bandwidth)
     found = max(busy + written / bandwidth - together, (batch * item * (m * k + k * n) + written) / bandwidth)
-    every, times = UNALIGNED.get(precision, (1, 1.0))
-    return found * times if n % every or k % every else found
+    every, if_even, if_odd = UNALIGNED.get(precision, (1, 1.0, 1.0))
+    rows = [size for size in ((m, n) if turned else (n, k)) if size % every]
+    worth_it = 1 / (1 / m + 1 / n + 1 / k) > device.peak_of(precision) / device.bytes_per_second
+    if not rows or (padded and worth_it):
+        return found
+    return found * (if_odd if any(size % 2 for size in rows) else if_even)
 
 
 def tiled_seconds(batch: float, m: float, n: float, k: float, rate: float, precision: str, device: Device) -> float:
@@ -339,7 +388,7 @@ def convolution_seconds(
     flops = 2.0 * groups * m * n * k
     if groups > 1 and n <= 1:  # each channel by itself: no product of matrices
         key = f"{precision} channels_last" if channels_last else precision
-        shares = speeds.depthwise
+        shares = speeds.depthwise_backward if backward else speeds.depthwise
         rate = device.peak_of("fp32") * shares.get(key, shares.get(precision, shares["fp32"]))
         return floor + max(flops / rate, moved / bandwidth)
     if k % 4:  # a few channels: three, mostly
@@ -361,18 +410,18 @@ def convolution_seconds(
 # --- the host
 
 
-def host_seconds(operator: Operator, setting: Setting, *, backward: bool) -> float:
+def host_seconds(operator: Operator, setting: Setting) -> float:
     """That the host needs to launch an operator: in eager mode Python, dispatch and autograd; of a compiled graph, a
     call for each kernel."""
     speeds = setting.device.speeds
     if operator.kernels == 0:
         return 0.0
-    if setting.compiled:
+    if setting.compiles(operator):
         return speeds.host_compiled_seconds * operator.kernels
-    if operator.kind in _WITH_LAYERS or "norm" in operator.name:
-        return speeds.host_layer_backward_seconds if backward else speeds.host_layer_seconds
-    return speeds.host_backward_seconds if backward else speeds.host_forward_seconds
+    layer = operator.kind in _WITH_LAYERS or "norm" in operator.name
+    return speeds.host_layer_seconds if layer else speeds.host_operator_seconds
 
 
-# What a layer of its own stands behind, with parameters, views and several nodes of autograd's graph.
-_WITH_LAYERS = ("matmul", "convolution", "attention", "recurrent")
+# What a layer of its own stands behind, with parameters, views and several nodes of autograd's graph; and what picks
+# rows, with checks of its indices and several operators inside.
+_WITH_LAYERS = ("matmul", "convolution", "attention", "recurrent", "lookup")

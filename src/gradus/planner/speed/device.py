@@ -48,18 +48,18 @@ class Speeds:
     convolution: Mapping[str, float]  # of the peak, by precision
     convolution_backward: Mapping[str, float]
     depthwise: Mapping[str, float]  # of the peak in fp32, by precision, "bf16 channels_last" apart
+    depthwise_backward: Mapping[str, float]
     recurrent: Mapping[str, float]  # of the peak, by precision
     bandwidth: Mapping[str, float]  # of the quoted bandwidth, by kind of operator, and by name where one differs
     kernel_seconds: float  # that the device needs for any kernel
     host_layer_seconds: float  # that the host needs in eager mode for an operator that is a layer, with all around it
-    host_layer_backward_seconds: float
-    host_forward_seconds: float  # the same for other operators
-    host_backward_seconds: float
+    host_operator_seconds: float  # the same for other operators
     host_selective_seconds: float  # more for each operator of forward where selective recompute watches them
     host_compiled_seconds: float  # for a kernel of a compiled graph
     host_graph_seconds: float  # for a compiled graph
     host_step_seconds: float  # for a step, whatever is in it
     host_tensor_seconds: float  # for a tensor of the optimizer
+    host_clip_seconds: float  # and more, where gradients are clipped
     host_copy_bytes_per_second: float  # between host and device, pinned
     overlaps_gradients: bool = True
 
@@ -106,7 +106,10 @@ class Device:
 
 
 _INSTEAD = {"bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "tf32": ("fp32",), "fp8": ("bf16", "fp16")}
-_INSTEAD |= {"fp32": ("tf32",), "fp64": ("fp32",)}
+_INSTEAD |= {"fp64": ("fp32",)}
+# Of the tensor cores' rate in TF32, what is left without them where nobody quotes fp32: 19.5 of 156 TFLOP/s on an
+# A100, 67 of 494.5 on an H100 (their datasheets), the lower of the two.
+WITHOUT_TENSOR_CORES = 19.5 / 156
 _ASSUMED_MULTIPROCESSORS = 100
 
 
@@ -120,9 +123,13 @@ def device_of(cluster: Cluster, era: Era = "modern") -> Device | None:
     if gpu.matmul_tflops and not speeds.own_products:
         speeds = _with_reached(speeds, gpu)
         notes.append(f"matrix products of {gpu.name}: {gpu.sources.get('matmul_tflops', 'quoted')}")
+    peak = {precision: tflops * 1e12 for precision, tflops in gpu.peak_tflops.items()}
+    if "fp32" not in peak:
+        peak["fp32"] = WITHOUT_TENSOR_CORES * (peak.get("tf32") or min(peak.values()) / 2)
+        notes.append(f"nobody quotes the peak of {gpu.name} in fp32: {peak['fp32'] / 1e12:.0f} TFLOP/s assumed")
     return Device(
         name=gpu.name,
-        peak={precision: tflops * 1e12 for precision, tflops in gpu.peak_tflops.items()},
+        peak=peak,
         bytes_per_second=gpu.memory_bandwidth_gb_per_second * 1e9,
         multiprocessors=gpu.multiprocessors or _ASSUMED_MULTIPROCESSORS,
         speeds=speeds,

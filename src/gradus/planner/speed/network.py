@@ -96,6 +96,9 @@ class Fabric:
         return ports if group.per_node <= 1 else min(self.intra_bytes_per_second, ports)
 
 
+SWITCHED = 8  # GPUs of a node: as in DGX and HGX systems with NVSwitch
+
+
 def fabric_of(cluster: Cluster, ranks_per_gpu: int = 1) -> Fabric:
     """The links of a cluster; slow ones are assumed where it names none."""
     assumed = []
@@ -118,7 +121,8 @@ def fabric_of(cluster: Cluster, ranks_per_gpu: int = 1) -> Fabric:
         intra_latency=_latency(intra, inside),
         inter_latency=_latency(inter, outside),
         ranks_per_node=ranks,
-        in_switch=inside == "nvlink" and intra.gb_per_second >= 450,
+        # From Hopper on switches add up; four GPUs are joined directly, without a switch.
+        in_switch=inside == "nvlink" and intra.gb_per_second >= 450 and cluster.gpus_per_node >= SWITCHED,
         assumed=tuple(assumed),
     )
 

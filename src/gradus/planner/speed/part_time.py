@@ -58,23 +58,25 @@ def part_time(part: Part, setting: Setting) -> PartTime:
 
 def _part_time(part: Part, setting: Setting) -> PartTime:
     speeds = setting.device.speeds
-    graph = speeds.host_graph_seconds if setting.compiled else 0.0
     watching = speeds.host_selective_seconds if setting.watched and part.recompute else 0.0
 
     def device(operators: Iterable[Operator]) -> float:
         return sum(seconds(operator, setting) for operator in operators)
 
-    def host(operators: Iterable[Operator], backward: bool) -> float:
-        return sum(host_seconds(operator, setting, backward=backward) for operator in operators)
+    def host(operators: Iterable[Operator]) -> float:
+        return sum(host_seconds(operator, setting) for operator in operators)
+
+    def graph(operators: Iterable[Operator]) -> float:
+        return speeds.host_graph_seconds if any(map(setting.compiles, operators)) else 0.0
 
     return PartTime(
         forward=device(part.forward),
         recompute=device(part.recompute),
         backward=device(part.backward),
         attention=device(operator for operator in part.forward if operator.kind == "attention"),
-        host_forward=host(part.forward, False) + (graph if part.forward else 0.0) + watching * len(part.forward),
-        host_recompute=host(part.recompute, False) + watching * len(part.recompute),
-        host_backward=host(part.backward, True) + (graph if part.backward else 0.0),
+        host_forward=host(part.forward) + graph(part.forward) + watching * len(part.forward),
+        host_recompute=host(part.recompute) + watching * len(part.recompute),
+        host_backward=host(part.backward) + graph(part.backward),  # with what it computes again
     )
 
 

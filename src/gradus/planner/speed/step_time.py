@@ -102,6 +102,18 @@ def predicted_step(
 def uncalibrated_step(
     profile: ModelProfile, plan: Plan, fabric: Fabric, device: Device, facts: StepFacts
 ) -> StepPrediction:
+    return _timed(profile, plan, fabric, device, facts)[0]
+
+
+def launching_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster, device: Device, facts: StepFacts) -> float:
+    """That a step takes longer because the host does not launch its operators fast enough; 0 if it does."""
+    return _timed(profile, plan, fabric_of(cluster, plan.ranks_per_gpu), device, facts)[1]
+
+
+def _timed(
+    profile: ModelProfile, plan: Plan, fabric: Fabric, device: Device, facts: StepFacts
+) -> tuple[StepPrediction, float]:
+    """The step, and how much of it the device waits for the host."""
     mesh, micro_batches = plan.mesh, plan.accumulate
     running = device.running(plan.precision, plan.ranks_per_gpu)
     sharding = Sharding.of(plan, fabric)
@@ -131,21 +143,23 @@ def uncalibrated_step(
     hidden = average("overlapped") + slowest.step.overlapped
     optimizer = slowest.optimizer
     # The host launches everything that the device does; where it is slower, all of it takes as long as launching it.
-    host = max(micro_batches * rank.host + rank.host_optimizer for rank in per_rank)
-    lacking = host + running.speeds.host_step_seconds - (compute + recompute + exposed + waiting + optimizer)
-    if lacking > 0:
-        of_optimizer = min(1.0, max(rank.host_optimizer for rank in per_rank) / host) if host > 0 else 0.0
-        optimizer += lacking * of_optimizer
-        compute += lacking * (1 - of_optimizer)
-    return StepPrediction(
-        compute=compute,
+    host = max(micro_batches * rank.host + rank.host_optimizer for rank in per_rank) + running.speeds.host_step_seconds
+    lacking = host - (compute + recompute + exposed + waiting + optimizer)
+    if mesh.pipeline == 1 and any(profile.parts[number].waits for number in set(profile.calls)):
+        held_up = micro_batches * _held_up(profile, plan, _setting(plan, running), per_rank[0])
+        lacking = max(lacking, held_up - (compute + recompute + optimizer))
+    lacking = max(0.0, lacking)
+    of_optimizer = min(1.0, max(rank.host_optimizer for rank in per_rank) / host)
+    step = StepPrediction(
+        compute=compute + lacking * (1 - of_optimizer),
         recompute=recompute,
         exposed_communication=exposed,
         bubble=waiting,
-        optimizer=optimizer,
+        optimizer=optimizer + lacking * of_optimizer,
         data=facts.data_seconds,
         overlapped_communication=hidden,
     )
+    return step, lacking
 
 
 @dataclass(frozen=True)
@@ -197,12 +211,29 @@ class _Rank:
         )
 
 
-def _stage(
-    calls: tuple[int, ...], profile: ModelProfile, plan: Plan, device: Device, fabric: Fabric, sharding: Sharding
-) -> StageTime:
-    """One micro-batch in some parts in a row. Parts that are called often are looked at once."""
+def _held_up(profile: ModelProfile, plan: Plan, setting: Setting, rank: _Rank) -> float:
+    """Seconds of a micro-batch where forward reads values on the host.
+
+    Each time the host waits until the device has done all that was launched, and has lost its lead: from then on the
+    device waits wherever launching takes longer, even if all of it together would not.
+    """
+    times = [part_time(as_planned(profile, number, plan), setting) for number in profile.calls]
+    waiting = [profile.parts[number].waits > 0 for number in profile.calls]
+    forward = [(t.host_forward, t.forward, waits) for t, waits in zip(times, waiting, strict=True)]
+    backward = [(t.host_recompute + t.host_backward, t.recompute + t.backward, False) for t in reversed(times)]
+    launching_step = (rank.host_optimizer + setting.device.speeds.host_step_seconds) / plan.accumulate
+    step = (launching_step, rank.optimizer / plan.accumulate, False)
+    first = next(place for place, (_, _, waits) in enumerate(forward) if waits)
+    host = device = 0.0  # both are at the first wait, where a cycle begins and ends
+    for launching, running, waits in (*forward[first:], *backward, step, *forward[:first]):
+        host = (max(host, device) if waits else host) + launching
+        device = max(device + running, host)
+    return device
+
+
+def _setting(plan: Plan, device: Device) -> Setting:
     mesh = plan.mesh
-    setting = Setting(
+    return Setting(
         device=device,
         micro_batch=plan.micro_batch,
         tensor=mesh.tensor,
@@ -212,6 +243,13 @@ def _stage(
         compiled=plan.compile,
         watched=plan.recompute == "selective" and not plan.compile,
     )
+
+
+def _stage(
+    calls: tuple[int, ...], profile: ModelProfile, plan: Plan, device: Device, fabric: Fabric, sharding: Sharding
+) -> StageTime:
+    """One micro-batch in some parts in a row. Parts that are called often are looked at once."""
+    mesh, setting = plan.mesh, _setting(plan, device)
     per_node = fabric.ranks_per_node
     groups = Groups(
         tensor=group_of(mesh, ("tensor",), per_node),
@@ -252,7 +290,8 @@ def _call(
         copied += gather * (2.0 if part.block else 1.0) if each else gather / plan.accumulate
         copied += scatter if plan.zero >= 2 and plan.mesh.pipeline == 1 else scatter / plan.accumulate
     if plan.activation_offload and part.block:
-        kept = sum(setting.size(storage.bytes) for storage in part.kept() if storage.role == "activation")
+        waiting = (storage for storage in part.kept() if storage.role == "activation")
+        kept = sum(setting.size(storage.bytes) / setting.share(storage) for storage in waiting)
         copied += 2 * kept / setting.device.speeds.host_copy_bytes_per_second  # in the order of the device's own work
     return time, sent, stretch, copied
 
@@ -300,4 +339,5 @@ def _optimizer(stretches: list[Stretch], plan: Plan, device: Device, facts: Step
         return crossing + (each + around) * trained / HOST_MEMORY_BYTES_PER_SECOND, 0.0
     kernels = tensors * OPTIMIZER_KERNELS.get(facts.optimizer, 0)
     on_device = (each + around) * trained / rate + kernels * speeds.kernel_seconds
-    return on_device, tensors * speeds.host_tensor_seconds + kernels * speeds.host_forward_seconds
+    host = speeds.host_tensor_seconds + (speeds.host_clip_seconds if facts.clip or plan.precision == "fp16" else 0.0)
+    return on_device, tensors * host + kernels * speeds.host_operator_seconds

@@ -1,0 +1,156 @@
+"""Combinations that cannot be, one case at least for each rule: of a plan with a model, a device or with itself."""
+
+from __future__ import annotations
+
+from refusal_cases import A100, CPU, H100, MIXTURE, RESNET, V100, Refusal, gpus
+
+REFUSED_COMBINATIONS: list[Refusal] = [
+    (
+        "own loop, pipeline",
+        {"mesh": {"pipeline": 2}},
+        {"model": {"use": "own"}},
+        CPU,
+        "plan.mesh.pipeline: found 2, but an own loop cannot express a pipeline schedule",
+    ),
+    (
+        "batch normalisation, accumulate",
+        {"accumulate": 2},
+        RESNET,
+        CPU,
+        "plan.accumulate: found 2, but resnet18 has batch normalisation, whose statistics are those of the whole batch",
+    ),
+    (
+        "expert, model",
+        {"mesh": {"shard": 2, "expert": 2}, "zero": 1},
+        {},
+        CPU,
+        "plan.mesh.expert: found 2, but gpt has no experts to spread",
+    ),
+    (
+        "expert, model",
+        {"mesh": {"shard": 4, "expert": 4}, "zero": 1},
+        {"model": MIXTURE},
+        CPU,
+        "plan.mesh.expert: found 4, but gpt has 6 experts, which 4 ranks cannot share evenly",
+    ),
+    (
+        "expert, zero 0",
+        {"mesh": {"context": 2, "expert": 2}},
+        {"model": MIXTURE},
+        CPU,
+        "plan.mesh.expert: found 2, but zero is 0: experts are spread over ranks that share parameters",
+    ),
+    (
+        "expert, selective recomputation",
+        {"mesh": {"shard": 2, "expert": 2}, "zero": 1, "recompute": "selective"},
+        {"model": MIXTURE},
+        CPU,
+        "plan.recompute: found selective, but experts that are spread over ranks gather their parameters inside a "
+        "block, and selective recomputation needs a block that does exactly the same twice",
+    ),
+    (
+        "offload, zero 0",
+        {"offload": "cpu"},
+        {},
+        CPU,
+        "plan.offload: found cpu, but zero is 0: it is the shards of parameters and optimizer state that wait in host "
+        "memory",
+    ),
+    (
+        "channels_last, sharded",
+        {"mesh": {"shard": 2}, "zero": 1, "channels_last": True},
+        RESNET,
+        CPU,
+        "plan.channels_last: found true, but FSDP2 divides only weights that lie in memory row by row",
+    ),
+    (
+        "synchronise_every, not only replicas",
+        {"mesh": {"replicate": 2, "tensor": 2}, "synchronise_every": 4},
+        {},
+        CPU,
+        "plan.synchronise_every: found 4, but only whole replicas can step alone, and the mesh is replicate 2 × "
+        "tensor 2",
+    ),
+    (
+        "synchronise_every, fp16",
+        {"mesh": {"replicate": 2}, "synchronise_every": 4, "precision": "fp16"},
+        {},
+        CPU,
+        "plan.synchronise_every: found 4, but with fp16 each replica would skip other steps, when its own gradients "
+        "overflow, and be at another step",
+    ),
+    (
+        "synchronise_every, experts",
+        {"mesh": {"replicate": 2}, "synchronise_every": 4},
+        {"model": MIXTURE},
+        CPU,
+        "plan.synchronise_every: found 4, but the experts of replicas that step alone would be balanced apart, and "
+        "never meet",
+    ),
+    (
+        "compression, sharded and accumulating",
+        {"mesh": {"shard": 2}, "zero": 1, "accumulate": 2, "compression": "bf16"},
+        {},
+        CPU,
+        "plan.compression: found bf16, but FSDP2 would also add up the gradients of 2 micro-batches in it",
+    ),
+    (
+        "synchronise_every, compression",
+        {"mesh": {"replicate": 2}, "synchronise_every": 4, "compression": "bf16"},
+        {},
+        CPU,
+        "plan.compression: found bf16, but with synchronise_every 4 parameters travel, and no gradients that it could "
+        "shorten",
+    ),
+    (
+        "precision, device",
+        {"precision": "fp8"},
+        {},
+        CPU,
+        "plan.precision: found fp8, but the CPU has no FP8 matrix multiplication",
+    ),
+    (
+        "precision, device",
+        {"precision": "tf32"},
+        {},
+        CPU,
+        "plan.precision: found tf32, but TF32 is a mode of NVIDIA tensor cores",
+    ),
+    (
+        "precision, device",
+        {"precision": "fp8"},
+        {},
+        A100,
+        "plan.precision: found fp8, but it needs compute capability 8.9 or newer, and GPU 80 has 8.0",
+    ),
+    (
+        "precision, device",
+        {"precision": "fp8", "fp8_scaling": "mx"},
+        {},
+        H100,
+        "plan.fp8_scaling: found mx, but MXFP8 needs compute capability 10.0 or newer, and GPU 90 has 9.0",
+    ),
+    (
+        "precision, device",
+        {"precision": "fp8", "fp8_scaling": "block"},
+        {},
+        gpus(8, 9),
+        "plan.fp8_scaling: found block, but fp8 with a scale for each block needs compute capability 9.0 or newer, and "
+        "GPU 89 has 8.9",
+    ),
+    (
+        "precision, device",
+        {"precision": "bf16"},
+        {},
+        V100,
+        "plan.precision: found bf16, but it needs compute capability 8.0 or newer, and GPU 70 has 7.0",
+    ),
+    (
+        "several ranks on a GPU, pipeline",
+        {"mesh": {"pipeline": 2}, "ranks_per_gpu": 2},
+        {},
+        H100,
+        "plan.ranks_per_gpu: found 2, but ranks that share a GPU talk through gloo, which cannot send from one "
+        "pipeline stage to the next there",
+    ),
+]
