@@ -123,7 +123,7 @@ def _layers_of(model: dict[str, str], *, fused: bool) -> ModelProfile:
     narrow = {"precision": "bf16", "narrow_parameters": True, "capability": (8, 0)}
     found = profile_of(resolved(recipe), fused_attention=fused, **narrow)  # type: ignore[arg-type]
     blocks = tuple(call for call in found.calls if found.parts[call].block)
-    return replace(found, calls=blocks, tied_elements=0, sample_bytes=0.0)
+    return replace(found, calls=blocks, tied_elements=0, tied_trained=0, sample_bytes=0.0)
 
 
 def _plan_of(model: dict[str, str], *, slices: bool) -> Plan:

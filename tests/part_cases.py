@@ -40,4 +40,4 @@ def profile(*called: tuple[Part, int], narrow: bool = False, precision: str = "f
     """The parts in the order of forward, each so many times in a row."""
     calls = tuple(number for number, (_, times) in enumerate(called) for _ in range(times))
     parts = tuple(one for one, _ in called)
-    return ModelProfile("handmade", parts, calls, precision, narrow, (1, 2), tied_elements=tied)
+    return ModelProfile("handmade", parts, calls, precision, narrow, (1, 2), tied_elements=tied, tied_trained=tied)

@@ -25,6 +25,7 @@ from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import Prediction
+from gradus.schema.recipe import Recipe
 
 PLAN = Plan(precision="bf16", micro_batch=64)
 
@@ -265,3 +266,26 @@ def test_ranks_on_a_cpu_share_its_rate_and_have_no_buffers_of_nccl() -> None:
     assert both.step is not None
     assert both.step.total == pytest.approx(alone.step.total)
     assert both.memory.communication == alone.memory.communication == 0
+
+
+def test_convolutions_are_predicted_from_the_second_step_on() -> None:
+    images = Recipe.from_document(
+        {
+            "name": "images",
+            "model": {"use": "simple-cnn"},
+            "data": {"use": "synthetic-images", "size": 32, "classes": 10},
+            "batch": 64,
+            "steps": 3,
+            "optimizer": {"lr": 0.1},
+        }
+    )
+    found = (foreseen(), gradus.predict(images, site(), PLAN))
+    assert [any("second step" in sentence for sentence in one.basis) for one in found] == [False, True]
+
+
+def test_a_plan_may_be_given_in_parts() -> None:
+    """As in a recipe; the rest is filled in."""
+    whole = gradus.predict(recipe(), site(), {"mesh": {"shard": 8}, "zero": 3, "precision": "bf16"})
+    assert whole.memory.master > 0
+    with pytest.raises(InputError, match="sharding over more than one rank"):
+        gradus.predict(recipe(), site(), {"mesh": {"shard": 8}, "zero": 0})

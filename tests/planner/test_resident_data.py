@@ -20,7 +20,9 @@ SITE = Cluster(name="site", gpus_per_node=1, gpu=GPU, cpu_cores=8, memory_gib=64
 
 
 def recipe(**data: Any) -> Recipe:
-    document = {"name": "small", "model": {"use": "simple-cnn"}, "data": data, "batch": 8, "steps": 3}
+    channels = 1 if data["use"] == "digits" else 3
+    model = {"use": "mnist-cnn"} if data["use"] == "mnist" else {"use": "simple-cnn", "channels": channels}
+    document = {"name": "small", "model": model, "data": data, "batch": 8, "steps": 3}
     return resolved(Recipe.from_document(document | {"optimizer": {"lr": 0.1}}))
 
 

@@ -69,12 +69,23 @@ def plan_command(options: PlanOptions) -> int:
         return 0
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)
+    print(_where(site, best))
     show_plans(choices, refused)
     if options.show_layout:
         print("\n" + layout_text(best, ranks_on_a_node(site, best)))
     if options.show_modules:
         print("\n" + modules_text(modules, best.micro_batch))
     return 0
+
+
+def _where(site: Cluster, plan: Plan) -> str:
+    """How much of the cluster the best plan is for. A comment, as all but the plan is."""
+    ranks, on_a_node = plan.mesh.world_size, ranks_on_a_node(site, plan)
+    if not site.gpus_per_node:
+        return f"# {site.name}: {ranks} rank{'s' if ranks > 1 else ''} without GPUs"
+    gpus, nodes = -(-ranks // plan.ranks_per_gpu), -(-ranks // on_a_node)
+    shape = f"{nodes} node{'s' if nodes > 1 else ''}" + (f" of {site.gpus_per_node}" if nodes > 1 else "")
+    return f"# {site.name}: {gpus} × {site.gpu_name} on {shape}"
 
 
 def _modules(recipe: Recipe, plan: Plan, site: Cluster) -> list[ModuleRow]:

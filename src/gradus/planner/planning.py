@@ -195,12 +195,10 @@ class Question:
         fixed = "checkpoint_every" in self.recipe.plan.fixed and said[1] != "auto"
         if fixed or said[0] not in (None, "auto") or budget is None or budget.checkpoint_seconds is None:
             return choice
-        if budget.checkpoint_every_seconds is not None:
-            every = budget.checkpoint_every_seconds
-            if every >= budget.seconds:  # the run is over before
-                return choice
-            why = f"loses least at {self.cluster.failures_per_node_day:g} failures of a node in a day"
-        else:
+        best = budget.checkpoint_every_seconds
+        if best is not None and best < budget.seconds:
+            every, why = best, f"loses least at {self.cluster.failures_per_node_day:g} failures of a node in a day"
+        else:  # nobody knows how often nodes fail, or the run is over before: what a checkpoint is worth
             every = budget.checkpoint_seconds * (1 / CHECKPOINT_SHARE - 1)
             why = f"a checkpoint takes {budget.checkpoint_seconds:.0f} s: {CHECKPOINT_SHARE:.0%} of the time"
             if every <= seconds_of(str(choice.plan.checkpoint_every)):  # the default: a time

@@ -6,15 +6,17 @@ Recipe ── traced ──▶ profile ── plan, cluster ──▶ memory of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gradus.hardware.cluster import gpu_of
 from gradus.parallel.support import check_supported
 from gradus.planner.budget import Length, budget, budget_basis, checkpoint_bytes, dataset_length, length_of
 from gradus.planner.calibration import calibration_basis, corrected_memory, step_at_achieved_rate
 from gradus.planner.choice.candidates import waits_on_host
-from gradus.planner.defaults import case_of, check_ranks, ranks_on_a_node, surroundings
+from gradus.planner.defaults import case_of, check_ranks, default_plan, ranks_on_a_node, surroundings
 from gradus.planner.memory.device_memory import NO_GPU
 from gradus.planner.memory.host_memory import HostFacts
 from gradus.planner.memory.rank_memory import (
@@ -36,6 +38,7 @@ from gradus.planner.speed.step_time import StepFacts, launching_seconds, predict
 from gradus.planner.speed.throughput import hardware_flops, model_flops, throughput
 from gradus.planner.step_error import step_error
 from gradus.schema.cluster import Cluster, GpuNumbers
+from gradus.schema.loading import validated
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import BudgetPrediction, MemoryPrediction, Prediction, StepPrediction, Verdict
 from gradus.schema.recipe import Recipe
@@ -48,10 +51,16 @@ USABLE = 0.98
 NOTICED = 0.01  # of a step: waiting for less is not worth a sentence
 
 
-def predict(recipe: Recipe | str | Path, cluster: Cluster | str | Path, plan: Plan) -> Prediction:
-    """What this plan of the recipe would need and how fast it would be on the cluster. Nothing is started."""
+def predict(recipe: Recipe | str | Path, cluster: Cluster | str | Path, plan: Plan | Mapping[str, Any]) -> Prediction:
+    """What this plan of the recipe would need and how fast it would be on the cluster. Nothing is started.
+
+    A plan may be given in parts, as a recipe's `plan:` block: what it leaves out gets the plain defaults.
+    """
     recipe = resolved(recipe if isinstance(recipe, Recipe) else Recipe.load(recipe))
     site = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    if not isinstance(plan, Plan):
+        fixed = validated(Plan, {**recipe.plan.model_dump(exclude_unset=True), **plan}, "plan")
+        plan = default_plan(recipe.model_copy(update={"plan": fixed}), site).plan
     with recipe.blamed():
         plan.check(recipe.batch, plan.mesh.world_size)
         # What a run would refuse has no prediction either.

@@ -131,3 +131,16 @@ def test_a_limit_that_is_none_is_bad_input(deadline, cost, hours, field) -> None
 def test_without_a_price_there_is_no_budget_of_money() -> None:
     with pytest.raises(InputError, match="no price_per_gpu_hour"):
         limits_of(site(), None, 100.0, None)
+
+
+def test_more_gpus_may_be_cheaper_than_the_fewest() -> None:
+    """Where memory is short, the fewest compute much twice."""
+
+    def on(gpus: int) -> BudgetPrediction:
+        hours = {8: 600.0, 16: 225.0, 32: 220.0, 64: 260.0, 128: 500.0}[gpus]
+        return BudgetPrediction(steps=10, seconds=hours * 3600 / gpus, gpu_hours=hours, cost=2 * hours)
+
+    assert within(limits_of(SITE, None, 1000.0, None), CHOICES, on) == 128
+    assert within(limits_of(SITE, None, 500.0, None), CHOICES, on) == 32
+    with pytest.raises(NoPlanFits, match="no larger number is cheap enough"):
+        within(limits_of(SITE, None, 400.0, None), CHOICES, on)

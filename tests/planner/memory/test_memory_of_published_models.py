@@ -67,7 +67,7 @@ def _profile(model: dict[str, str], *, fused: bool) -> ModelProfile:
         resolved(recipe), precision="bf16", narrow_parameters=True, capability=(8, 0), fused_attention=fused
     )
     blocks = tuple(call for call in found.calls if found.parts[call].block)
-    return replace(found, calls=blocks, tied_elements=0, sample_bytes=0.0)
+    return replace(found, calls=blocks, tied_elements=0, tied_trained=0, sample_bytes=0.0)
 
 
 def _plan(model: dict[str, str], *, slices: bool) -> Plan:

@@ -336,3 +336,9 @@ def test_a_thousand_plans_take_seconds() -> None:
     for number in range(300):
         rank(model, mesh=Mesh(pipeline=8, tensor=1 + number % 8), accumulate=8 * (1 + number % 16), micro_batch=1)
     assert time.perf_counter() - began < 3
+
+
+def test_a_tied_embedding_that_is_frozen_has_no_state_on_the_last_stage() -> None:
+    tied = profile((EMBEDDING, 1), (BLOCK, 4), (HEAD, 1), tied=10**6)
+    found = [memory(replace(tied, tied_trained=trained), mesh=Mesh(pipeline=2), accumulate=2) for trained in (10**6, 0)]
+    assert found[0].optimizer - found[1].optimizer == 8 * 10**6

@@ -286,3 +286,23 @@ def test_a_hugging_face_decoder_is_traced_as_it_runs_without_a_mask_of_its_own()
     assert attention
     assert all(op.causal for op in attention)
     assert sum(part.waits for part in traced.parts) == 1
+
+
+def test_hugging_face_builds_no_mask_where_nothing_is_masked():
+    """Its models look at the mask, and without one share keys and values between heads instead of copying them."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    found = profile({"use": "huggingface", "task": "causal-lm", "config": config}, {**TEXT, "context": 32}, "bf16")
+    block = next(part for part in found.parts if part.block)
+    (attention,) = (op for op in block.forward if op.kind == "attention")
+    assert attention.causal
+    assert attention.shape[1:3] == ((4.0, 0.0), (2.0, 0.0))
+    assert not any(op.name == "where" for op in block.forward)

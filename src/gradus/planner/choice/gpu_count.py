@@ -146,8 +146,12 @@ def within(limits: Limits, choices: Sequence[int], budget_on: Callable[[int], Bu
     chosen = at(index)
     assert chosen is not None
     if not _affordable(limits, chosen):
+        # More GPUs may even cost less: on the fewest, memory forces plans that compute or send much twice.
+        more = [(i, budget) for i in range(index + 1, last + 1) if (budget := at(i)) and kept(limits, budget)]
+        if more:
+            return choices[more[0][0] if limits.seconds is not None else min(more, key=lambda one: time_of(one[1]))[0]]
         why = "that meet the deadline" if limits.seconds is not None else "on which it fits"
-        raise too_dear(limits, chosen, choices[index], f", the fewest {why}")
+        raise too_dear(limits, chosen, choices[index], f", the fewest {why}; no larger number is cheap enough")
     if limits.seconds is not None:
         return choices[index]
 

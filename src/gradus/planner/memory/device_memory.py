@@ -35,9 +35,9 @@ ALL_TO_ALL_BYTES = 470 * 10**6  # for each other rank, up to a node's
 
 # Of what comes and goes, the share that the allocator holds in pieces that nobody can use. Runs have expandable
 # segments (expandable_segments:True, which the launcher sets): memory is cut to 512 bytes and mapped in pages of 2 MiB,
-# which the allocator gives back before it fails. On an H200, models ran in 1.04 times the tensors that they had at the
-# peak, and none did in 0.97 times (benchmarks/plan_accuracy.md, near a memory limit); without expandable segments, one
-# ran out of memory at 1.15 times. The share is an assumption between none and 4 %.
+# which the allocator gives back before it fails. On an H200, two models ran with them in 1.04 times the tensors that
+# they had at the peak (benchmarks/plan_accuracy.md, near a memory limit); without, one of the two ran out of memory at
+# 1.15 times. The share is an assumption between none and 4 %.
 FRAGMENTATION = 0.02
 
 

@@ -237,8 +237,8 @@ def _size(
     parameters = sum(call.shared_parameters for stage in calls for call in stage)
     trained = sum(call.shared_trained for stage in calls for call in stage)
     if 0 < rank == plan.mesh.pipeline - 1:  # an embedding that is the output layer too: both ends have it
-        tied = profile.tied_elements // division.tensor
-        parameters, trained = parameters + tied, trained + tied
+        parameters += profile.tied_elements // division.tensor
+        trained += profile.tied_trained // division.tensor
     return ModelSize(parameters, trained, optimizer_tensors=facts.optimizer_tensors)
 
 
@@ -286,7 +286,7 @@ def _gradients_from_the_start(rules: Rules, plan: Plan, state: ModelState, train
 
 def _tied_bytes(profile: ModelProfile, plan: Plan) -> int:
     narrow, wide = number_bytes(plan.precision)
-    return (narrow if plan.sharded else wide) * profile.tied_elements // plan.mesh.tensor
+    return (narrow if plan.sharded else wide) * profile.tied_trained // plan.mesh.tensor
 
 
 def _input_bytes(profile: ModelProfile, plan: Plan, division: Division) -> int:

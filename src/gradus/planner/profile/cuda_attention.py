@@ -1,9 +1,9 @@
 """Attention as CUDA runs it: which kernel torch chooses for `scaled_dot_product_attention`, and what that one does.
 
 The choice is that of ATen/native/transformers/cuda/sdp_utils.cpp in torch 2.11, with the cuDNN that comes with it
-(9.15.1 or later): cuDNN is first on Hopper and data-center Blackwell, flash attention elsewhere. On an H200 all of 38
-models with attention ran what is chosen here, those with a dropout of 0.1 too (benchmarks/measured/h200_kernels.json);
-later sources of torch keep cuDNN for dropout in sixteenths.
+(9.15.1 or later): cuDNN is first on Hopper and data-center Blackwell, flash attention elsewhere. On an H200, all of 31
+models and plans with attention ran the kernels that are chosen here, those with a dropout of 0.1 too
+(benchmarks/measured/h200_kernels.json); later sources of torch keep cuDNN for dropout in sixteenths.
 """
 
 from __future__ import annotations
