@@ -72,6 +72,8 @@ def test_a_narrow_terminal_loses_columns_and_keeps_its_width(monkeypatch):
     wide, narrow = on_a_terminal(monkeypatch, 200), on_a_terminal(monkeypatch, 72)
     assert "cost" in wide.splitlines()[0]
     assert "cost" not in narrow.splitlines()[0]
+    assert "A wider terminal" in narrow
+    assert "A wider terminal" not in wide
     table = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in narrow.splitlines()[:6]]
     assert max(map(len, table)) <= 72
     assert table[0].split() == ["plan", "memory", "step", "zero"], "the others are left out, not broken"

@@ -72,12 +72,13 @@ def _ranked(choices: Sequence[Choice], place: Place) -> list[Text]:
         return []
     rows = [{"": str(number), **cells(choice)} for number, choice in enumerate(choices, 1)]
     columns = ["", *(name for name in COLUMNS if any(row[name] for row in rows))]
+    left_out: list[str] = []
     sizes = {name: max(len(name), *(len(row[name]) for row in rows)) for name in columns}
     if place.width is not None:
         too_wide = sum(sizes[name] + 2 for name in columns) - place.width
         sizes["plan"] = max(min(sizes["plan"], NARROWEST_PLAN), sizes["plan"] - max(0, too_wide))
         while len(columns) > 2 and sum(sizes[name] + 2 for name in columns) > place.width:
-            columns.pop()
+            left_out.insert(0, columns.pop())
     lines = [_title("  ".join(name.ljust(sizes[name]) for name in columns).rstrip())]
     for row, choice in zip(rows, choices, strict=True):
         first, *more = textwrap.wrap(row["plan"], sizes["plan"])
@@ -88,6 +89,9 @@ def _ranked(choices: Sequence[Choice], place: Place) -> list[Text]:
         lines += [line, *(Text(" " * (sizes[""] + 2) + rest) for rest in more)]
     for line in lines:
         line.rstrip()
+    if left_out:  # not in silence
+        said = f"A wider terminal, --html or --json shows more: {', '.join(left_out)}"
+        lines += [Text(part) for part in textwrap.wrap(said, place.width or len(said))]
     return [*lines, Text()]
 
 
