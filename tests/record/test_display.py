@@ -9,6 +9,7 @@ import pytest
 from gradus.record import display as display_module
 from gradus.record.append_log import AppendLog
 from gradus.record.display import Display
+from gradus.record.status import Status, write_status
 
 
 @pytest.fixture
@@ -41,6 +42,17 @@ def test_elsewhere_there_is_a_first_line_then_one_every_ten_seconds_then_the_las
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/200", "step 11/200", "step 21/200", "step 25/200"]
     assert lines[1] == "step 11/200  loss 0.4545  41.2 k tok/s  ETA 1:34"
+
+
+def test_a_number_of_steps_that_comes_late_is_shown_at_last(run, clock):
+    """Rank 0 counts the data, and its status is written shortly after: in a short run, after all records."""
+    stream = io.StringIO()
+    display = Display(run, None, stream)
+    train(run, 12)
+    display.poll()
+    write_status(run, Status("finished", step=12, steps_total=12))
+    display.close()
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["step 12", "step 12/12"]
 
 
 def test_nothing_new_is_not_repeated(run, clock):
@@ -120,6 +132,7 @@ import sys
 from pathlib import Path
 from gradus.record.directory import RunDirectory
 from gradus.record.display import Display
+from gradus.record.status import Status, write_status
 
 display = Display(RunDirectory(Path(sys.argv[1])), 200)
 display.poll()

@@ -37,9 +37,12 @@ class Progress:
     def poll(self) -> bool:
         """Read what is new; whether there was anything."""
         records = self._tail.poll()
-        if records and self.steps_total is None:
+        # Also when nothing is new: the status is written shortly after, and in a short run later than all records.
+        counted = False
+        if self.steps_total is None and (records or self._training):
             status = read_status(self._run)
             self.steps_total = status.steps_total if status else None
+            counted = self.steps_total is not None
         for record in records:
             if "step" not in record:
                 continue
@@ -59,7 +62,7 @@ class Progress:
                     self._training = _with_its_step(self._training, record)
                 if record.get("step_seconds"):
                     self._step_seconds.append(record["step_seconds"])
-        return bool(records)
+        return bool(records) or counted
 
     def line(self) -> str:
         """`step 120/200  loss 2.314  epoch 3 loss 2.41  validation loss 2.5, accuracy 41.2%  41 k tok/s  ETA 0:23`."""
