@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from gradus_command import Done, Gradus, events, status, wait_until
 
@@ -78,6 +79,7 @@ def live_log(run: Path) -> str:
     return "".join(path.read_text() for path in (run / "attempts/1/logs").glob("*.log"))
 
 
+@pytest.mark.slow
 def test_a_gpt_in_one_file(gradus):
     log = run_script(gradus, "nano_gpt.py", "--out_dir=out", "--max_iters=30")
     assert "[rank0]: tokens per iteration will be: 512" in log  # 4 × 4 × 32: shared out over the ranks
@@ -87,6 +89,7 @@ def test_a_gpt_in_one_file(gradus):
     assert torch.load(gradus.folder / "out" / "ckpt.pt")["iter_num"] == 30
 
 
+@pytest.mark.slow
 def test_accelerate(gradus):
     log = run_script(gradus, "with_accelerate.py", "--output_dir", "out", "--cpu")
     for rank in (0, 1):  # 24 batches in all
@@ -98,6 +101,7 @@ def test_accelerate(gradus):
     assert {"model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"} <= saved
 
 
+@pytest.mark.slow
 def test_the_hugging_face_trainer(gradus):
     options = (
         "--output_dir out --max_steps 20 --per_device_train_batch_size 4 --learning_rate 5e-3 --logging_steps 5 "
@@ -113,6 +117,7 @@ def test_the_hugging_face_trainer(gradus):
     assert (gradus.folder / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_lightning(gradus):
     log = run_script(gradus, "with_lightning.py", "--max_epochs", "4", "--out", "out")
     for rank in (0, 1):

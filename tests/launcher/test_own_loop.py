@@ -115,7 +115,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_plain_python_stops_on_a_signal_and_resumes(gradus: Gradus, script: str, number: signal.Signals) -> None:
     before = set((gradus.runs / "script").glob("*"))
     process = python(gradus, script, STEP_SECONDS="0.1")
@@ -255,6 +255,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_adapters_that_an_own_loop_trained_are_put_beside_a_model_that_is_given(gradus: Gradus, tmp_path: Path) -> None:
     (gradus.folder / "adapters.py").write_text(ADAPTERS)
     done = gradus("train", "--nproc", "1", "--run-id", "one", "--", "adapters.py")
@@ -280,7 +281,7 @@ def test_adapters_that_an_own_loop_trained_are_put_beside_a_model_that_is_given(
     torch.testing.assert_close(plain(torch.ones(3, 4)), said)
 
 
-@pytest.mark.parametrize("how", ["repeated", "given"])
+@pytest.mark.parametrize("how", [pytest.param("repeated", marks=pytest.mark.slow), "given"])
 def test_what_plain_python_began_goes_on_from_the_command_line(gradus: Gradus, script: str, how: str) -> None:
     before = set((gradus.runs / "script").glob("*"))
     process = python(gradus, script, STEP_SECONDS="0.1")
@@ -318,6 +319,7 @@ def test_secrets_on_the_command_line_of_plain_python_are_not_recorded(gradus: Gr
     assert (again.code, "give it again" in again.json["error"]["hint"]) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_loop_that_was_never_saved_says_that_it_starts_again(gradus: Gradus, script: str) -> None:
     before = set((gradus.runs / "script").glob("*"))
     assert ended(python(gradus, script, RAISE_ON_RANK="0"))[0] == 1
