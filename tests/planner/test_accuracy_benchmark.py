@@ -100,7 +100,7 @@ def test_a_verdict_that_did_not_hold_is_called_wrong(accuracy: ModuleType, cases
     }
     text = "\n".join(accuracy.cap_table(rows))
     assert text.count("WRONG") == 2, text
-    assert "3 cases near a cap: 2 wrong, 0 called tight." in text
+    assert "3 cases near a limit: 2 wrong, 0 called tight." in text
 
 
 def test_files_are_merged_and_a_failure_does_not_hide_what_was_measured(accuracy: ModuleType, tmp_path: Path) -> None:

@@ -142,5 +142,5 @@ def test_more_gpus_may_be_cheaper_than_the_fewest() -> None:
 
     assert within(limits_of(SITE, None, 1000.0, None), CHOICES, on) == 128
     assert within(limits_of(SITE, None, 500.0, None), CHOICES, on) == 32
-    with pytest.raises(NoPlanFits, match="no larger number is cheap enough"):
+    with pytest.raises(NoPlanFits, match="on 8 GPUs, the fewest on which it fits; 400 are allowed"):
         within(limits_of(SITE, None, 400.0, None), CHOICES, on)

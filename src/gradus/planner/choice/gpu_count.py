@@ -151,7 +151,7 @@ def within(limits: Limits, choices: Sequence[int], budget_on: Callable[[int], Bu
         if more:
             return choices[more[0][0] if limits.seconds is not None else min(more, key=lambda one: time_of(one[1]))[0]]
         why = "that meet the deadline" if limits.seconds is not None else "on which it fits"
-        raise too_dear(limits, chosen, choices[index], f", the fewest {why}; no larger number is cheap enough")
+        raise too_dear(limits, chosen, choices[index], f", the fewest {why}")
     if limits.seconds is not None:
         return choices[index]
 
