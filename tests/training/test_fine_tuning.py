@@ -60,6 +60,7 @@ def pretrained(folder: Path) -> tuple[Path, float]:
     return folder / "exported", found[11]
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_goes_on_where_it_ended_with_half_of_it_frozen(
     folder: Path, pretrained: tuple[Path, float]
 ) -> None:

@@ -143,6 +143,7 @@ def test_the_optimizer_of_gpt2_is_as_small_as_the_formula_says(gpt2: Any) -> Non
     assert numbers < sum(p.numel() for p in model.parameters()) / 90
 
 
+@pytest.mark.slow
 def test_gpt2_exported_merged_gives_the_logits_of_base_and_adapters(tmp_path: Path, gpt2: Any) -> None:
     """The whole way: recipe, training, checkpoint of the adapters, export, and `safetensors` alone to read it."""
     recipe, model, optimizer = gpt2
