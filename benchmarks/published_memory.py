@@ -97,8 +97,8 @@ def korthikanti() -> Iterator[Row]:
     for row in rows_of("korthikanti_fig1_memory_GiB_per_gpu.csv"):
         model, plain = models[row["model"]], row["variant"] == "none"
         # What they call selective computes the inside of attention again: what flash attention keeps anyway.
-        profile = _layers_of(model, fused=not plain)
-        found = predicted_memory(profile, _plan_of(model, slices=not plain), facts).memory
+        profile = layers_of(model, fused=not plain)
+        found = predicted_memory(profile, plan_of(model, slices=not plain), facts).memory
         state = (found.parameters + found.master + found.optimizer + found.gradients) / GIB
         for what, column, ours in (
             ("state", "params_plus_optimizer_GiB", state),
@@ -108,7 +108,7 @@ def korthikanti() -> Iterator[Row]:
             yield Row("Korthikanti, figure 1 (arXiv:2205.05198)", name, float(row[column]), ours, "GiB")
 
 
-def _layers_of(model: dict[str, str], *, fused: bool) -> ModelProfile:
+def layers_of(model: dict[str, str], *, fused: bool) -> ModelProfile:
     sizes = {"layers": int(model["layers"]), "width": int(model["hidden"]), "heads": int(model["heads"])}
     recipe = Recipe.from_document(
         {
@@ -126,7 +126,7 @@ def _layers_of(model: dict[str, str], *, fused: bool) -> ModelProfile:
     return replace(found, calls=blocks, tied_elements=0, tied_trained=0, sample_bytes=0.0)
 
 
-def _plan_of(model: dict[str, str], *, slices: bool) -> Plan:
+def plan_of(model: dict[str, str], *, slices: bool) -> Plan:
     ways, per_rank = int(model["pp"]), int(model["interleave_m"])
     stages = ways * per_rank
     return Plan(

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradus.planner.profile.as_cuda import AsCuda, as_expected
+from gradus.planner.profile.as_cuda import AsCuda
+from gradus.planner.profile.expected import as_expected
 
 HOPPER, AMPERE, VOLTA = (9, 0), (8, 0), (7, 0)
 

@@ -47,7 +47,6 @@ def test_it_is_what_the_opened_dataset_has(mnist, more) -> None:
 
 
 def test_digits_are_counted_without_the_package_that_has_them() -> None:
-    pytest.importorskip("sklearn")
     found = recipe(use="digits", size=32)
     assert resident_bytes(found) == opened_bytes(found)
 

@@ -20,9 +20,10 @@ from gradus.planner.choice.gpu_count import (
     time_of,
     within,
 )
-from gradus.planner.choice.nothing_fits import nothing_fits, options
+from gradus.planner.choice.nothing_fits import nothing_fits
 from gradus.planner.choice.reasons import gib, reasons, refused
 from gradus.planner.choice.search import MOST_CHOICES, Found, Outcome, search
+from gradus.planner.choice.typed import options
 from gradus.planner.defaults import Choice, check_ranks, default_plan, default_world_size, room_for, why_not_all
 from gradus.planner.prediction import Predictor
 from gradus.planner.resolve import resolved

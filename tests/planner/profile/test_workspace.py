@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from gradus.planner.profile.workspace import (
     attention_workspace_bytes,
@@ -45,7 +46,6 @@ def test_depthwise_convolutions_need_nothing() -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "input", "weight"])
 def test_a_torch_dtype_is_as_good_as_its_name(direction: Any) -> None:
-    torch = pytest.importorskip("torch")
     for name in ("float16", "float32"):
         assert workspace(getattr(torch, name), direction=direction) == workspace(name, direction=direction)
 

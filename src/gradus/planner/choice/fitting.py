@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from gradus.planner.choice.typed import options
 from gradus.planner.memory.model_state import ModelSize, ModelState, expected_state
 from gradus.schema.plan import Plan, Precision
 from gradus.schema.prediction import MemoryPrediction
@@ -75,7 +76,7 @@ class Change:
     @property
     def options(self) -> str:
         """As they are typed."""
-        return " ".join(f"--set {key}={value}" for key, value in self.keys.items())
+        return options(self.keys)
 
     def document(self) -> dict[str, Any]:
         return {

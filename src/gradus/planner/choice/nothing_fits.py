@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from gradus.planner.choice.candidates import Space, meshes, waits_on_host
 from gradus.planner.choice.gpu_count import counts
 from gradus.planner.choice.reasons import gib, title
 from gradus.planner.choice.search import Foresight, Found, something_fits
+from gradus.planner.choice.typed import options
 from gradus.schema.errors import NoPlanFits
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
@@ -44,12 +44,6 @@ class Change:
         gpus = {"gpus": self.keys["gpus"]} if "gpus" in self.keys else {}
         keys = {key: value for key, value in self.keys.items() if key != "gpus"}
         return {"set": keys, **gpus, "plan": title(self.plan), "peak_bytes": self.peak_bytes, "why": self.why}
-
-
-def options(keys: Mapping[str, object]) -> str:
-    """Keys and values as they are typed in a shell."""
-    values = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in keys.items()}
-    return " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in values.items())
 
 
 def nothing_fits(space: Space, found: Found, foresight: Foresight, ask: Ask) -> NoPlanFits:

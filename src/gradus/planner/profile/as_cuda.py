@@ -21,10 +21,7 @@ from torch.overrides import TorchFunctionMode
 from gradus.planner.profile import cuda_autocast
 from gradus.planner.profile.cuda_attention import attend, attention_of
 from gradus.planner.profile.cuda_kernels import ops, recurrent
-from gradus.planner.profile.expected import as_expected, note
-from gradus.planner.profile.workspace import convolution_workspace_bytes
-
-__all__ = ["AsCuda", "as_expected", "convolution_workspace_bytes"]
+from gradus.planner.profile.expected import note
 
 aten = torch.ops.aten
 
@@ -43,13 +40,11 @@ class AsCuda(TorchFunctionMode):
         autocast: torch.dtype | None,
         capability: tuple[int, int],
         fused_attention: bool = True,
-        tf32: bool = False,
     ) -> None:
         super().__init__()
         self.autocast = autocast
         self.capability = capability
         self.fused_attention = fused_attention
-        self.tf32 = tf32
         self._casts = cuda_autocast.Casts()
         self._depth = 0
         self._stack = ExitStack()

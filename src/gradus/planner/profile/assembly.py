@@ -134,10 +134,6 @@ def _same_as(
     return None
 
 
-def _runs(part: Part) -> list[tuple[str, Amount, Amount]]:
-    return [(operator.name, operator.read, operator.written) for operator in part.operators]
-
-
 @dataclass(frozen=True)
 class _Line:
     """Through the two numbers of samples."""

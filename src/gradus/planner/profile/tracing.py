@@ -73,7 +73,7 @@ class FakeModel:
         """One pass with a batch, of which only the shapes matter."""
         recorder = Recorder(as_expected, partial(self._workspace, samples))
         numbers = self.numbers
-        as_cuda = AsCuda(numbers.autocast, numbers.capability, numbers.fused_attention, numbers.tf32)
+        as_cuda = AsCuda(numbers.autocast, numbers.capability, numbers.fused_attention)
         names = {module: name for name, module in self.model.named_modules()}
         blocks = [(names[block], block) for block in repeated_blocks(self.model)]
         collects = gc.isenabled()
