@@ -2,18 +2,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# Two processes, each with whole files of tests: most tests keep one core busy, and wait for much of their time.
+TWO_AT_ONCE := -n 2 --dist loadfile
 
-.PHONY: run test test-slow lint install browser clean
+.PHONY: run test test-slow slurm-lab lint install browser slurm clean
 
 run: install
 	$(BIN)/gradus train recipes/quickstart.yaml $$($(BIN)/python -c "from gradus import Cluster; \
 	  here = Cluster.detect(); print('' if here.gpus_per_node else f'--nproc {min(2, here.cpu_cores)}')")
 
-test: install browser
-	$(BIN)/python -m pytest -m "not slow"
+test: install browser slurm
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow"
 
-test-slow: install browser
-	$(BIN)/python -m pytest -m slow
+test-slow: install browser slurm
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m slow
+
+# A shell in a Slurm cluster of its own, which is gone when the shell ends.
+slurm-lab: install slurm
+	@$(BIN)/python tests/slurm/lab.py
 
 lint: install
 	$(BIN)/ruff check .
@@ -34,6 +40,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 browser:
 	@command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || \
 	  { apt-get update -qq && apt-get install -y -qq chromium-headless-shell; }
+
+# A real Slurm for the tests of the scheduler. Without root, those tests are skipped.
+slurm:
+	@tests/slurm/install.sh
 
 clean:
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache src/*.egg-info

@@ -26,11 +26,10 @@ class SameBatches:
         self._made: dict[int, list[Any]] = {}
         self._turn = 0
 
-    def __getitem__(self, request: tuple[int, int]) -> Any:
-        position, samples = request
-        made = self._made.setdefault(samples, [])
+    def __call__(self, request: tuple[int, int]) -> Any:
+        made = self._made.setdefault(request[1], [])
         if len(made) < 2:
-            made.append(_pinned(self._fetch[position, samples]))
+            made.append(_pinned(self._fetch(request)))
         self._turn += 1
         return made[self._turn % len(made)]
 

@@ -270,8 +270,21 @@ _ALL: list[Configuration] = [
     Configuration("zero 3 over 2, resnet18", _mesh(shard=2) | {"zero": 3}, model="resnet18", slow=True),
 ]
 
-# Combinations beyond what each way and each pair of ways needs to be shown: `make test-slow`.
+# Combinations beyond what each way on two ranks, and two ways together on four, need to be shown: `make test-slow`.
 _FURTHER = {
+    "pipeline 4, zero-bubble",
+    "pipeline 4, interleaved",
+    "pipeline 2 × tensor 2",
+    "tensor 2 × pipeline 2 × replicate 2",
+    "tensor 4",
+    "expert 4",
+    "expert 2 × shard 2",
+    "context 4",
+    "context 4, bert",
+    "context 2 × shard 2",
+    "replicate 4, accumulate 2",
+    "zero 1 over 4, accumulate 2",
+    "zero 2 over 4, accumulate 2",
     "pipeline 4, gpipe",
     "pipeline 4, 1f1b",
     "pipeline 2, vit",

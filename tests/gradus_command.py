@@ -43,6 +43,9 @@ class Model(nn.Module):
                 raise ValueError("the cat is on the keyboard")
         else:
             time.sleep(float(os.environ.get("EVALUATION_SECONDS", "0")))
+            if "NOTE_EVALUATED" in os.environ:
+                with open(os.environ["NOTE_EVALUATED"] + os.environ.get("RANK", "0"), "a") as notes:
+                    notes.write("x")
         return ((self.layer(x) - y) ** 2).mean()
 
 
@@ -127,7 +130,7 @@ class Gradus:
         self._started.append(process)
         return process
 
-    def end(self, process: subprocess.Popen[str], timeout: float = 60) -> Done:
+    def end(self, process: subprocess.Popen[str], timeout: float = 120) -> Done:
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -185,7 +188,7 @@ def rank_processes(run: Path) -> dict[int, int]:
     return found
 
 
-def wait_until(what: Callable[[], Any], process: subprocess.Popen[str] | None = None, seconds: float = 60) -> Any:
+def wait_until(what: Callable[[], Any], process: subprocess.Popen[str] | None = None, seconds: float = 120) -> Any:
     """What the function returns, once that is true; a process that ends before is a failure with its output."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

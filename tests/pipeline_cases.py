@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -181,47 +180,43 @@ def order_of(world: World, schedule: str, per_rank: int, micro_batches: int) -> 
     return {rank: [None if action is None else str(action) for action in row] for rank, row in order.items()}
 
 
-slept: list[float] = []  # how long each sleep really took: a busy machine wakes late
+noted: list[tuple[int, str]] = []  # (stage, F or B) in the order in which this rank came to them
 
 
-def sleep(seconds: float) -> None:
-    began = time.monotonic()
-    time.sleep(seconds)
-    slept.append(time.monotonic() - began)
-
-
-class _Sleep(torch.autograd.Function):
-    """Forward and backward take a known time."""
+class _Note(torch.autograd.Function):
+    """Writes down when it is passed, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, stage: int) -> Tensor:  # type: ignore[override]
+        ctx.stage = stage
         if not x.is_meta:
-            sleep(seconds)
+            noted.append((stage, "F"))
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        sleep(ctx.seconds)
+        noted.append((ctx.stage, "B"))
         return gradient, None
 
 
-class Sleeping(nn.Module):
-    def __init__(self, seconds: float) -> None:
+class Noting(nn.Module):
+    def __init__(self, stage: int) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.stage = stage
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(x * self.weight, self.seconds)  # type: ignore[no-untyped-call]
+        y: Tensor = _Note.apply(x * self.weight, self.stage)  # type: ignore[no-untyped-call]
         return y
 
 
-class SleepingModel(nn.Module):
-    def __init__(self, blocks: int, seconds: float) -> None:
+class Chain(nn.Module):
+    """Blocks that are alike between a head and a tail."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.head, self.tail = nn.Linear(2, 2), nn.Linear(2, 1)
-        self.blocks = nn.ModuleList(Sleeping(seconds) for _ in range(blocks))
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.head(x)
@@ -231,7 +226,7 @@ class SleepingModel(nn.Module):
         return y
 
 
-class _Sample:
+class Sample:
     inputs = (torch.ones(1, 2),)
 
     def computing(self, stage: int) -> Any:
@@ -242,29 +237,27 @@ class _Sample:
         return loss
 
 
-def idle_share(world: World, schedule: str, per_rank: int, blocks: int, micro_batches: int, seconds: float) -> float:
-    """Idle time of this rank in units of its working time, the best of some steps."""
+def scheduled_chain(world: World, blocks: list[nn.Module], schedule: str, per_rank: int, micro_batches: int) -> Any:
+    """A chain in stages of equally many blocks, ready for `run_schedule` with so many of `Sample`."""
     stages = world.size * per_rank
-    alike = [blocks // stages] * stages
+    alike = [len(blocks) // stages] * stages
     plan = Plan(mesh=Mesh(pipeline=world.size), stages_per_rank=per_rank, stage_blocks=alike)
-    world = world.arranged(plan.mesh)
-    model = SleepingModel(blocks, seconds)
+    model = Chain(blocks)
     parts = PipelineParts(head="head", blocks="blocks", tail="tail")
-    wiring = traced(model, parts, lambda call, batch: call(*batch), _Sample.inputs)
+    wiring = traced(model, parts, lambda call, batch: call(*batch), Sample.inputs)
+    world = world.arranged(plan.mesh)
     held = cut(model, wiring, plan, world).pipeline_cut
-    flow = Flow((1, 2), torch.float32)
-    last = Flow((), torch.float32)
+    flow, last = Flow((1, 2), torch.float32), Flow((), torch.float32)
     flows = [
         (None if s.pipeline_place.is_first else flow, last if s.pipeline_place.is_last else flow) for s in held.stages
     ]
-    run = scheduled(held.stages, flows, schedule, micro_batches, world)
-    shares = []
-    for _ in range(3):
-        world.barrier()
-        slept.clear()
-        began = time.monotonic()
-        run_schedule(run, [_Sample() for _ in range(micro_batches)])
-        world.barrier()
-        assert len(slept) == 2 * micro_batches * blocks / world.size
-        shares.append((time.monotonic() - began) / sum(slept) - 1)
-    return min(shares[1:])  # the first one also makes connections
+    return scheduled(held.stages, flows, schedule, micro_batches, world)
+
+
+def performed(world: World, schedule: str, per_rank: int, micro_batches: int) -> list[str | None]:
+    """What this rank really does in a step, in the words of `order_of`. Stages take micro-batches in their order."""
+    blocks: list[nn.Module] = [Noting(stage) for stage in range(world.size * per_rank)]
+    run = scheduled_chain(world, blocks, schedule, per_rank, micro_batches)
+    noted.clear()
+    run_schedule(run, [Sample() for _ in range(micro_batches)])
+    return [f"{stage}{kind}{noted[:at].count((stage, kind))}" for at, (stage, kind) in enumerate(noted)]

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -51,6 +52,8 @@ class Pool:
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(world, *arguments)` on each of `ranks` processes; the results by rank."""
+        if not all(process.is_alive() for process in self._processes):  # a job has taken one along
+            self._replace()
         self._grow(ranks)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
@@ -60,6 +63,11 @@ class Pool:
         assert not failures, "\n".join(failures)
         return [result for _, result in answers]
 
+    def _replace(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._pipes, self._processes = [], []
+
     def _answers(self, ranks: int, deadline: float) -> list[Any]:
         """What each rank says. One that says nothing in time shows on stderr where it is, and all are replaced."""
         late = [rank for rank in range(ranks) if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic()))]
@@ -68,9 +76,7 @@ class Pool:
         for process in self._processes[:ranks]:
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)  # for faulthandler to write
-        for process in self._processes:
-            process.kill()
-        self._pipes, self._processes = [], []
+        self._replace()
         raise AssertionError(f"rank {late} of {ranks} did not answer within {DEADLINE:g} s; stacks are on stderr")
 
 
@@ -86,8 +92,16 @@ def _serve(pipe: Any) -> None:
                 pipe.send((True, function(world, *arguments)))
         except BaseException:
             pipe.send((False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"))
+        _close_watches()
         gc.collect()  # no model of this job may outlive the backends (see there)
         worlds.left_backends.clear()
+
+
+def _close_watches() -> None:
+    """Of runs that failed, or were left as they were: their threads would hold models, and these their worlds."""
+    for thread in threading.enumerate():
+        if thread.name == "gradus-watch" and (target := getattr(thread, "_target", None)) is not None:
+            target.__self__.close()
 
 
 def _next_job(pipe: Any) -> Any:

@@ -44,6 +44,7 @@ def prediction(optimizer_gib: int = 24, compute: float = 1.2, **changes: Any) ->
         gpu_hours=128 * 104_000 * step.total / 3600,
         energy_kwh=51.2 * 104_000 * step.total / 3600,
         cost=1280 * 104_000 * step.total / 3600,
+        checkpoint_stall_seconds=20.0,
         checkpoint_seconds=118.0,
         checkpoint_every_seconds=9800.0,
         goodput=1 / 1.04,

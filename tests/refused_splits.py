@@ -145,6 +145,30 @@ REFUSED_SPLITS: list[Refusal] = [
         "rank sees a whole one",
     ),
     (
+        "context, packing",
+        {"mesh": {"context": 2}},
+        {"data": {"use": "text", "path": "texts", "packing": True}},
+        CPU,
+        "plan.mesh.context: found 2, but data.packing is true: ranks that share a sequence do not keep the documents "
+        "in it apart",
+    ),
+    (
+        "group_by_length, slices",
+        {"mesh": {"pipeline": 2}},
+        {"data": {"use": "chat", "path": "chat", "group_by_length": 50}},
+        CPU,
+        "data.group_by_length: found 50, but batches are then as wide as their longest sample, and pipeline wants all "
+        "of them alike",
+    ),
+    (
+        "group_by_length, slices",
+        {"mesh": {"context": 2}},
+        {"data": {"use": "chat", "path": "chat", "group_by_length": 50}},
+        CPU,
+        "data.group_by_length: found 50, but batches are then as wide as their longest sample, and context wants all "
+        "of them alike",
+    ),
+    (
         "context, mean of a loss",
         {"mesh": {"context": 2}},
         {"loss": "torch.nn:CrossEntropyLoss"},

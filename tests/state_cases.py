@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from gradus.checkpoint import store as stores
-from gradus.checkpoint.gathering import gathered
-from gradus.checkpoint.state import collect, restore_model, restore_optimizer
-from gradus.checkpoint.store import CheckpointStore
-from gradus.checkpoint.writing import Writable, in_file_order
 from gradus.models import initialise
 from gradus.models.gpt import GPT
 from gradus.models.resnet import ResNet
@@ -78,59 +72,6 @@ def drawn_along(world: World, dims: tuple[int, int]) -> Tensor:
     tensor = distribute_tensor(torch.zeros(7, 5), mesh, [Replicate() if dim < 0 else Shard(dim) for dim in dims])
     initialise.draw(tensor, "matrix", "normal", 1.0, seed=3)
     return whole(tensor)
-
-
-class Shrinking(nn.Module):
-    """A model whose optimizer state and averages are sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 5)
-        self.scale = nn.Parameter(torch.ones(3))  # fewer than ranks
-
-
-def failing_save(world: World, folder: str, fail_at: int) -> dict[str, Any]:
-    """A checkpoint of a sharded model on a disk that is full after so many tensors, and then one that works."""
-    world = world.arranged(Mesh(shard=world.size))
-    torch.manual_seed(0)
-    model = Shrinking()
-    fully_shard(model, mesh=world.flat_mesh("shard", "context"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    expected = {name: whole(p).clone() for name, p in model.named_parameters()}
-    store = CheckpointStore(Path(folder))
-    real, failed = stores.write_tensors, False
-
-    def full(file: Path, tensors: dict[str, Writable]) -> None:
-        for _, (_, tensor) in zip(range(fail_at), in_file_order(tensors), strict=False):
-            tensor.get()
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    for broken in (True, False):
-        stores.write_tensors = full if broken else real
-        tensors, numbers = collect(model, optimizer)
-        gathering = gathered(tensors, world)
-        try:
-            if world.leads:
-                store.save(1, gathering.tensors, {"optimizer": numbers})
-            else:
-                gathering.give()
-        except OSError:
-            failed = True
-        finally:
-            stores.write_tensors = real
-        left = sorted(path.name for path in Path(folder).iterdir()) if broken and world.leads else []
-        assert not left, "nothing half-written is left"
-        world.barrier()
-    opened = store.open(1)
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    restore_model(model, opened.stored())
-    restore_optimizer(model, optimizer, opened.stored(), opened.state["optimizer"], groups=False)
-    same = all(torch.equal(whole(p), expected[name]) for name, p in model.named_parameters())
-    return {"failed": failed, "same": same, "names": sorted(opened.stored())}
 
 
 def described_and_filled(world: World, document: dict[str, Any], folder: str, mesh: dict[str, int]) -> dict[str, Any]:

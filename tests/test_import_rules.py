@@ -19,16 +19,21 @@ KNOWS: dict[str, set[str]] = {
     "record": set(),
     "hardware": set(),
     "models": {"parallel"},  # which rows of a parameter a rank holds, and so draws
-    "data": set(),
+    "data": {"record"},  # the sample log is a file of a run
     "parallel": set(),
-    "checkpoint": {"parallel"},  # which rows of a tensor a rank holds, and so reads or gathers
+    # Which rows of a tensor a rank holds, and so reads or writes; what memory is left for a copy of them; that the
+    # process that writes ends with the one that trains; and in its messages numbers as people read them.
+    "checkpoint": {"parallel", "hardware", "faults", "record"},
     "faults": {"parallel", "record"},  # ranks agree on a stop through the world's store; the record has the request
     # Of checkpoint, the headers of pretrained weights; of record, numbers as people read them.
     "planner": {"models", "data", "parallel", "hardware", "checkpoint", "record"},
     "training": {"record", "hardware", "models", "data", "parallel", "checkpoint", "faults", "planner"},
-    "launcher": {"record", "hardware", "planner", "faults", "checkpoint"},  # of checkpoint, what needs no torch
-    "cli": {"record", "hardware", "models", "data", "parallel", "checkpoint", "planner", "faults", "training"}
+    # Of checkpoint, what needs no torch; of data, whether a recipe asks for other samples than the run began with.
+    "launcher": {"record", "hardware", "data", "planner", "faults", "checkpoint"},
+    "bench": {"record", "hardware", "models", "data", "parallel", "checkpoint", "planner", "faults", "training"}
     | {"launcher"},
+    "cli": {"record", "hardware", "models", "data", "parallel", "checkpoint", "planner", "faults", "training"}
+    | {"launcher", "bench"},
 }
 # The few ways up, each inside a function: a cluster knows how to find itself, and what its names stand for; a profile
 # traces the model, loss and data that training would build; a result builds its model and data, which needs torch,
@@ -110,7 +115,9 @@ def loaded_after(statement: str) -> set[str]:
 
 
 LAUNCHER_MODULES = [
-    f"gradus.launcher.{path.stem}" for path in sorted((SOURCE / "launcher").glob("*.py")) if path.stem != "__init__"
+    ".".join(("gradus", *path.relative_to(SOURCE).with_suffix("").parts))
+    for path in sorted((SOURCE / "launcher").rglob("*.py"))
+    if path.stem != "__init__"
 ]
 CLI_MODULES = [f"gradus.cli.{path.stem}" for path in sorted((SOURCE / "cli").glob("*.py")) if path.stem != "__init__"]
 

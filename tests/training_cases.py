@@ -53,14 +53,20 @@ def trained(
     world: World, folder: str, recipe: Recipe, attempt: int = 1, stop_step: int | None = None
 ) -> dict[str, Any]:
     """Train in this process's part of the world; how it ended and, from rank 0, the weights."""
-    plan = default_plan(recipe, CLUSTER, world.size).plan
-    live = LiveRun.from_recipe(recipe, plan, RunDirectory(Path(folder)), attempt, world)
-    if stop_step is not None:
-        stopped_at(live, stop_step)
+    live = live_run(world, folder, recipe, attempt, stop_step)
     ending = train(live)
     live.recorder.close(state=ending.state)
     weights = whole_weights(live)
     return {"state": ending.state, "reason": ending.reason, "step": live.state.step, "weights": weights}
+
+
+def live_run(world: World, folder: str, recipe: Recipe, attempt: int = 1, stop_step: int | None = None) -> LiveRun:
+    """This process's part of a run with the usual plan, which may be asked to stop at a step."""
+    plan = default_plan(recipe, CLUSTER, world.size).plan
+    live = LiveRun.from_recipe(recipe, plan, RunDirectory(Path(folder)), attempt, world)
+    if stop_step is not None:
+        stopped_at(live, stop_step)
+    return live
 
 
 def whole_weights(live: LiveRun) -> dict[str, torch.Tensor]:

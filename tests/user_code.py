@@ -56,6 +56,12 @@ def points_split_at_random() -> Any:
     return random_split(Points(100), [0.8, 0.2])
 
 
+def other_points_on_rank_1() -> Dataset[Any]:
+    points = Points(64)
+    points.fingerprint = f"points of rank {os.environ['TEST_RANK']}"  # type: ignore[attr-defined]
+    return points
+
+
 def deeper_on_rank_1() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 1), *(nn.Linear(1, 1) for _ in range(int(os.environ.get("TEST_RANK", "0")))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from training_cases import trained
 
 import gradus
-from gradus.checkpoint.store import CheckpointStore
+from gradus.checkpoint import job
 from gradus.parallel.world import World
 from gradus.schema.recipe import Recipe
 from gradus.training.hooks import HookRun
@@ -130,16 +131,16 @@ class NotAHook:
 
 
 def trained_with_a_full_disk_at(world: World, folder: str, recipe: Recipe, step: int) -> dict[str, Any]:
-    """Run by the pool: rank 0 cannot write the checkpoint of one step."""
-    save = CheckpointStore.save
+    """Run by the pool, of a recipe whose ranks write themselves: rank 0 cannot write the checkpoint of one step."""
+    write = job.write_part
 
-    def full(store: CheckpointStore, at: int, *arguments: Any) -> Any:
-        if at == step:
-            raise OSError(28, "No space left on device")
-        return save(store, at, *arguments)
+    def full(path: Path, *arguments: Any, **more: Any) -> Any:
+        if world.leads and path.name == f"step-{step:08d}":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *arguments, **more)
 
-    CheckpointStore.save = full  # type: ignore[method-assign]
+    job.write_part = full
     try:
         return trained(world, folder, recipe)
     finally:
-        CheckpointStore.save = save  # type: ignore[method-assign]
+        job.write_part = write

@@ -6,8 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradus.launcher.local import train
+    from gradus.launcher.launching import train
     from gradus.launcher.result import Result, load_run
+    from gradus.launcher.slurm.submitting import submit
     from gradus.planner.planning import plan
     from gradus.planner.prediction import predict
     from gradus.record.table import Table
@@ -31,6 +32,7 @@ __all__ = [
     "load_run",
     "plan",
     "predict",
+    "submit",
     "train",
 ]
 
@@ -46,7 +48,8 @@ _HOMES = {
     "load_run": "gradus.launcher.result",
     "plan": "gradus.planner.planning",
     "predict": "gradus.planner.prediction",
-    "train": "gradus.launcher.local",
+    "submit": "gradus.launcher.slurm.submitting",
+    "train": "gradus.launcher.launching",
 }
 
 

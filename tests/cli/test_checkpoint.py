@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from gradus.checkpoint.state import collect
 from gradus.checkpoint.store import CheckpointStore
+from gradus.checkpoint.tensor_file import read_header
 from gradus.models import catalogue
 from gradus.record.directory import RunDirectory
 from gradus.schema.errors import InputError
@@ -24,6 +25,7 @@ from gradus.training.exporting import export, open_saved
 from gradus.training.optimizers import build_optimizer
 
 SMALL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "vocabulary": 11}
+DAMAGED = "model.embedding.token.weight"
 RECIPE = {
     "name": "saved",
     "model": {"use": "gpt", **SMALL},
@@ -58,32 +60,84 @@ def refused(done: Done, field: str, *texts: str) -> dict[str, Any]:
 @pytest.mark.usefixtures("model")
 def test_checkpoints_are_listed_and_verified(gradus: Gradus) -> None:
     listed = gradus("checkpoint", "list", "saved/one", "--json").json
-    assert [entry["step"] for entry in listed] == [1, 2]
+    assert [(entry["step"], entry["parts"], entry["committed"]) for entry in listed] == [(1, 1, True), (2, 1, True)]
     assert all(Path(entry["path"]).is_dir() and entry["size_bytes"] > 1000 for entry in listed)
     shown = gradus("checkpoint", "list", "saved")
     assert (shown.code, len(shown.out.splitlines())) == (0, 2)
     assert "step-00000002" in shown.out
+    assert "1 part " in shown.out
     verified = gradus("checkpoint", "verify", "saved")
     assert (verified.code, verified.out.count("whole")) == (0, 2)
 
 
 @pytest.mark.usefixtures("model")
-def test_verify_finds_damage_and_exits_with_1(gradus: Gradus, tmp_path: Path) -> None:
+def test_what_is_not_committed_is_listed_as_such_and_is_no_damage(gradus: Gradus, tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    shutil.copytree(gradus.run("one", "saved"), left)
+    (left / "checkpoints" / "step-00000002" / "COMMITTED").unlink()
+    listed = gradus("checkpoint", "list", str(left), "--json").json
+    assert [(entry["step"], entry["committed"]) for entry in listed] == [(1, True), (2, False)]
+    assert "not committed" in gradus("checkpoint", "list", str(left)).out.splitlines()[1]
+    verified = gradus("checkpoint", "verify", str(left), "--json")
+    assert verified.code == 0
+    assert [entry["whole"] for entry in verified.json] == [True, None]
+    exported = gradus("checkpoint", "export", str(left), "--out", str(tmp_path / "out"), "--json")
+    assert exported.json["step"] == 1, "the newest that is a checkpoint"
+    assert gradus("checkpoint", "verify", str(left / "checkpoints" / "step-00000002")).code == 1, "asked for by name"
+
+
+@pytest.mark.usefixtures("model")
+def test_verify_names_all_that_is_damaged_and_exits_with_1(gradus: Gradus, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(gradus.run("one", "saved"), damaged)
-    file = damaged / "checkpoints" / "step-00000002" / "tensors.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 4
-    file.write_bytes(data)
+    first, second = (damaged / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    [part] = second.glob("part-*.safetensors")
+    flip(part, read_header(part, "").tensors[DAMAGED].pieces[0].start + 7)
+    (first / "MANIFEST.json").unlink()
     done = gradus("checkpoint", "verify", str(damaged), "--json")
     assert done.code == 1
-    assert [entry["whole"] for entry in done.json] == [True, False]
-    assert "tensors.safetensors" in done.json[1]["damage"]
-    assert "DAMAGED" in gradus("checkpoint", "verify", str(file.parent)).out
-    failed = gradus("checkpoint", "export", str(damaged), "--out", str(tmp_path / "out"), "--json")
+    assert [entry["whole"] for entry in done.json] == [False, False]
+    assert "MANIFEST.json" in done.json[0]["damage"][0]
+    [found] = done.json[1]["damage"]
+    assert found.startswith(part.name)
+    assert DAMAGED in found
+    assert "position" not in found
+    shown = gradus("checkpoint", "verify", str(second))
+    assert (shown.code, "DAMAGED" in shown.out, part.name in shown.out) == (1, True, True)
+
+
+@pytest.mark.usefixtures("model")
+def test_what_is_damaged_is_not_exported_and_leaves_nothing(gradus: Gradus, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(gradus.run("one", "saved") / "checkpoints" / "step-00000002", damaged / "step-00000002")
+    [part] = damaged.glob("*/part-*.safetensors")
+    flip(part, read_header(part, "").tensors[DAMAGED].pieces[0].start + 7)
+    failed = gradus("checkpoint", "export", str(part.parent), "--out", str(tmp_path / "new" / "out"), "--json")
     assert failed.code == 1
     assert failed.json["error"]["kind"] == "damaged-checkpoint"
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("model")
+def test_a_damaged_one_is_marked_in_the_list_and_the_whole_one_is_named(gradus: Gradus, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(gradus.run("one", "saved"), damaged)
+    [part] = (damaged / "checkpoints" / "step-00000002").glob("part-*.safetensors")
+    part.write_bytes(part.read_bytes()[:-1])
+    lines = gradus("checkpoint", "list", str(damaged)).out.splitlines()
+    assert ["DAMAGED" in line for line in lines] == [False, True]
+    failed = gradus("checkpoint", "export", str(damaged), "--out", str(tmp_path / "out"), "--json")
+    assert failed.code == 1
+    assert "--step 1" in failed.json["error"]["hint"]
+    part.unlink()
+    listed = gradus("checkpoint", "list", str(damaged), "--json").json
+    assert [entry["looks_damaged"] for entry in listed] == [False, True]
+
+
+def flip(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 4
+    file.write_bytes(data)
 
 
 def test_an_exported_model_needs_nothing_but_safetensors(

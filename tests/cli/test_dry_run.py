@@ -67,6 +67,7 @@ def test_one_that_fails_keeps_its_log(gradus, temporary):
     assert not left_in(temporary)
 
 
+@pytest.mark.slow  # quickly: the test above, and those in this process below
 def test_of_one_that_fails_nothing_but_the_log_stays(gradus, tmp_path):
     runs = tmp_path / "new" / "runs"
     recipe = gradus.recipe(model={"use": "own.py:broken_model", "width": 3})

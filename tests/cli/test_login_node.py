@@ -63,3 +63,16 @@ def test_a_few_steps_pass(gradus, at_login):
 def test_inside_a_job_nothing_is_said(gradus, at_login):
     done = at_login("train", "--", "script.py", SLURM_JOB_ID="7")
     assert (done.code, done.out) == (0, "ran\n"), done.err
+
+
+def test_slurm_that_is_installed_but_belongs_to_no_cluster_makes_no_login_node(gradus, at_login):
+    """As Debian's packages are on a machine of one's own: what sinfo says then, word for word (22.05)."""
+    sinfo = gradus.folder / "tools" / "sinfo"
+    sinfo.write_text('#!/bin/sh\necho "sinfo: fatal: Could not establish a configuration source" >&2\nexit 1\n')
+    sinfo.chmod(0o755)
+    try:
+        assert at_login("train", "--", "script.py").out == "ran\n"
+        sinfo.write_text('#!/bin/sh\necho "slurm_load_partitions: Unable to contact slurm controller" >&2\nexit 1\n')
+        assert at_login("train", "--", "script.py").code == 2
+    finally:
+        sinfo.unlink()

@@ -53,6 +53,15 @@ def test_a_run_that_has_only_just_been_made_is_no_crash(tmp_path):
     assert "no attempt" in refused.json["error"]["message"]
 
 
+def test_a_failed_run_says_why_in_the_list(tmp_path):
+    gradus = Gradus(tmp_path)
+    run = RunDirectory.create(gradus.runs, "own", "bad")
+    write_status(run, Status("failed", 3, 9, attempt=1, last_error="ValueError: no\nsecond line"))
+    shown = gradus("runs").out
+    assert "ValueError: no" in shown
+    assert "second line" not in shown
+
+
 def test_an_id_is_never_cut_off(tmp_path):
     gradus = Gradus(tmp_path)
     name, run_id = "a-name-that-is-rather-long-for-a-table", "20260101-000000-abcd-and-then-some-more-words"

@@ -165,21 +165,27 @@ def test_an_answer_longer_than_the_context_keeps_its_beginning_and_a_token_befor
 
 def test_packed_records_have_the_same_targets_in_fewer_samples(tmp_path: Path) -> None:
     path = write(tmp_path)
-    single, packed = opened(path, context=200), opened(path, context=200, pack=True)
+    single, packed = opened(path, context=200), opened(path, context=200, packing=True)
     assert len(packed) <= len(single) // 2
 
-    def targets(source: Chat) -> list[int]:
-        found = finished(source, range(len(source)))["targets"].flatten()
-        return found[found >= 0].tolist()
+    def answers(source: Chat) -> list[list[int]]:
+        batch = finished(source, range(len(source)))
+        apart = batch.get("documents", torch.zeros_like(batch["tokens"]))
+        found = [
+            targets[(documents == number) & (targets >= 0)].tolist()
+            for targets, documents in zip(batch["targets"], apart, strict=True)
+            for number in documents.unique().tolist()
+        ]
+        return sorted(answer for answer in found if answer)
 
-    assert targets(packed) == targets(single)
-    assert packed.fetch(np.arange(len(packed)))["tokens"].shape == (len(packed), 201)
-    with pytest.raises(InputError, match=r"data.pack: found true, but form: seq2seq"):
-        opened(path, pack=True, form="seq2seq")
+    assert answers(packed) == answers(single)
+    assert packed.fetch(np.arange(len(packed)))["tokens"].shape == (len(packed), 200)
+    with pytest.raises(InputError, match=r"data.packing: found true, but form: seq2seq"):
+        opened(path, packing=True, form="seq2seq")
 
 
 def test_a_packed_record_is_not_predicted_from_the_one_before(tmp_path: Path) -> None:
-    source = opened(write(tmp_path, [{"prompt": "", "answer": "first"}] * 3), template="none", pack=True, context=30)
+    source = opened(write(tmp_path, [{"prompt": "", "answer": "first"}] * 3), template="none", packing=True, context=30)
     targets = finished(source, [0])["targets"][0]
     assert bytes(targets[targets >= 0].tolist()) == b"irst\0" * 3
 

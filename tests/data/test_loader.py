@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from user_runs import line_recipe
 from gradus.data.loader import Indexed, Loader, MicroBatch, Slices
 from gradus.data.order import sample_indices
 from gradus.data.source import Batch, Source, open_source
+from gradus.data.workers import WorkerFailed, Workers
 from gradus.schema.errors import GradusError, InputError
 from gradus.training.building import open_data
 
@@ -242,8 +245,57 @@ class Dying(Numbered):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_dies_is_an_error_and_not_a_hang(workers: int) -> None:
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .*exited unexpectedly"):
+    message = (
+        r"loader worker \d of .* ended itself with exit code 3 while fetching 2 samples from position \d on \(items "
+    )
+    with pytest.raises(WorkerFailed, match=message):
         list(loader(Dying(20), plain_slices(2, 20), workers=workers).micro_batches(0, 10))
+
+
+def asked_at_once(monkeypatch: pytest.MonkeyPatch, data: Any, micro_batch: int, samples: int = 800) -> list[int]:
+    """How many micro-batches a worker was asked for at a time."""
+    found: list[int] = []
+
+    class Watched(Workers[list[Any]]):
+        def answers(self, tasks: Any, ahead: int = 4) -> Any:
+            def watched() -> Any:
+                for task in tasks:
+                    found.append(len(task))
+                    yield task
+
+            return super().answers(watched(), ahead)
+
+    monkeypatch.setattr("gradus.data.loader.Workers", Watched)
+    steps = samples // micro_batch
+    streamed = loader(data, plain_slices(micro_batch, samples), workers=1, on_device=False)
+    assert len(list(streamed.micro_batches(0, steps))) == sum(found) == steps
+    return found
+
+
+def test_a_worker_is_asked_for_several_micro_batches_at_once_if_they_are_small_and_quick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asking and answering takes time; but the first step must not wait for more than it needs, nor any for long."""
+
+    class Slow(Numbered):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            time.sleep(0.006)
+            return super().__getitem__(index)
+
+    small = asked_at_once(monkeypatch, open_source("synthetic-images", {"size": 4, "samples": 40}, "train", 1), 2, 300)
+    assert small[:4] == [1, 1, 1, 1]
+    assert 4 < max(small) <= 16
+    assert set(asked_at_once(monkeypatch, Numbered(23), 80)) == {1}
+    assert set(asked_at_once(monkeypatch, Slow(23), 10, 120)) == {1}
+
+
+def test_a_stream_that_is_given_up_leaves_no_process() -> None:
+    batches = loader(Numbered(50), plain_slices(2, 4000), workers=2).micro_batches(0, 2000)
+    next(batches)
+    workers = mp.active_children()
+    assert len(workers) == 2
+    batches.close()  # type: ignore[attr-defined]
+    assert not [worker for worker in workers if worker.is_alive()]
 
 
 class Broken(Numbered):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -39,6 +40,18 @@ def test_validation_gets_at_least_one_sample_but_never_all(length: int, fraction
 def test_the_split_is_the_one_of_all_versions() -> None:
     assert members(scattered(20, 0.2, "validation")) == [19, 2, 0, 15]
     assert members(blocks(45, 0.1, "validation")) == [10, 21, 32, 44]
+
+
+def test_training_samples_come_as_they_lie_unless_only_a_few_are_taken() -> None:
+    part = scattered(2000, 0.1, "train")
+    assert members(part) == sorted(members(part))
+    assert members(part.first(5000)) == members(part)
+    few = members(part.first(50))
+    assert few != sorted(few)
+    assert max(few) > 1000, "from anywhere"
+    assert set(few) <= set(members(part))
+    copy = pickle.loads(pickle.dumps(part))
+    assert members(copy) == members(part)
 
 
 def test_text_is_held_out_in_long_runs_from_all_over() -> None:

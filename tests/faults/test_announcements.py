@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 from fault_cases import announced_twice, boundaries, read_late
 from pool import Pool
 
@@ -43,3 +46,12 @@ def test_stop_and_save_do_not_disturb_each_other() -> None:
 
 def test_an_announcement_that_is_still_to_come_is_not_repeated(pool: Pool) -> None:
     assert pool.run(3, announced_twice) == [[2 + NOTICE_STEPS]] * 3
+
+
+def test_a_store_whose_rank_has_left_announces_nothing_more() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    follower = replace(alone(torch.device("cpu")), rank=1, size=2, store=Gone())  # type: ignore[arg-type]
+    assert Announcements(follower).taken("committed", 5) is None

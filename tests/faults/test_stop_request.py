@@ -11,10 +11,11 @@ import torch
 from fault_cases import told_by_rank_0
 from pool import Pool
 
+from gradus.faults.signals import Signals
 from gradus.faults.stop_request import StopRequest
 from gradus.parallel.world import alone
 from gradus.record.directory import RunDirectory
-from gradus.record.stop import request_stop
+from gradus.record.stop import request_stop, requested_stop
 
 ALONE = alone(torch.device("cpu"))
 
@@ -78,6 +79,17 @@ def test_a_file_of_any_content_is_a_request(tmp_path: Path, content: str) -> Non
     assert stop.reason == "stop file"
 
 
+def test_what_is_to_end_at_once_is_not_saved_unless_nobody_ends_it(run: RunDirectory, clock: list[float]) -> None:
+    """A rank that saved and left at once would be faster than the launcher that is to kill it."""
+    request_stop(run, "gradus runs stop --now", now=True)
+    stop = StopRequest(run.stop_file, ALONE)
+    for _ in range(10):
+        assert not stop.seen()
+        clock[0] += 1.0
+    clock[0] += 10.0
+    assert stop.seen()
+
+
 def test_a_request_once_seen_stays_seen(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     stop = StopRequest(tmp_path / "stop", ALONE)
@@ -88,3 +100,13 @@ def test_a_request_once_seen_stays_seen(tmp_path: Path) -> None:
 
 def test_other_ranks_are_told_by_rank_0(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(3, told_by_rank_0, str(tmp_path)) == [(False, True, "deadline")] * 3
+
+
+def test_a_signal_does_not_take_the_place_of_what_a_person_has_asked_for(run: RunDirectory) -> None:
+    """Else a run that is to be held, and is preempted meanwhile, would be queued again."""
+    request_stop(run, "gradus runs stop")
+    Signals(run, lambda text: None, first="SIGTERM").answer()
+    assert requested_stop(run) == "gradus runs stop"
+    run.stop_file.unlink()
+    Signals(run, lambda text: None, first="SIGTERM").answer()
+    assert requested_stop(run) == "SIGTERM"

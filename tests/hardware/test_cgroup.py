@@ -1,6 +1,6 @@
 import pytest
 
-from gradus.hardware.cgroup import cpu_quota, memory_limit
+from gradus.hardware.cgroup import cpu_quota, memory_left, memory_limit
 
 
 @pytest.fixture
@@ -48,6 +48,32 @@ def test_version_1_keeps_a_tree_for_each_controller(machine):
     )
     assert cpu_quota(*places) == 4.0
     assert memory_limit(*places) == 5000
+
+
+def test_what_is_left_is_the_least_on_the_way_up_and_caches_count_as_free(machine):
+    places = machine(
+        "0::/slurm/job_1\n",
+        {
+            "slurm/job_1/memory.max": "1000\n",
+            "slurm/job_1/memory.current": "900\n",
+            "slurm/job_1/memory.stat": "anon 500\ninactive_file 300\n",
+            "slurm/memory.max": "2000\n",
+            "slurm/memory.current": "1950\n",
+        },
+    )
+    assert memory_left(*places) == 50
+    (places[1] / "slurm/memory.max").write_text("max\n")
+    assert memory_left(*places) == 400
+
+
+def test_what_is_left_under_version_1(machine):
+    files = {
+        "limit_in_bytes": "5000\n",
+        "usage_in_bytes": "4000\n",
+        "stat": "inactive_file 7\ntotal_inactive_file 70\n",
+    }
+    places = machine("5:memory:/job\n", {f"memory/job/memory.{name}": text for name, text in files.items()})
+    assert memory_left(*places) == 1070
 
 
 def test_in_a_container_the_limits_of_the_mounted_top_count(machine):

@@ -145,7 +145,8 @@ def test_the_cluster_at_hand_is_slurms_outside_of_a_job_and_the_machine_inside(
     assert Cluster.detect().nodes == 1
 
 
-def test_no_slurm_is_nothing_to_note(commands: FakeSlurm) -> None:
+def test_no_slurm_is_nothing_to_note(commands: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(commands.folder))  # this machine may have one
     assert detect_slurm(HOST) == slurm.SlurmSite(None)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from gradus_command import events, rank_processes, status, trained, wait_until
 
 
@@ -78,14 +79,15 @@ def test_a_rank_that_fails_after_rank_0_has_finished_is_a_failure(gradus):
     assert status(run)["state"] == "failed"
 
 
+@pytest.mark.slow  # quickly: with a script, in test_script_stops.py
 def test_killing_the_launcher_takes_the_ranks_along(gradus):
-    recipe = gradus.recipe(steps=200)
+    recipe = gradus.recipe(steps=100_000)  # hours
     run = gradus.run("orphans")
     process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "orphans", STEP_SECONDS="0.1")
     wait_until(lambda: len(rank_processes(run)) == 2 and trained(run), process)
     process.kill()
     process.communicate()
-    wait_until(lambda: not rank_processes(run), seconds=10)
+    wait_until(lambda: not rank_processes(run))
 
 
 def agent_of(rank: int) -> int:
@@ -93,31 +95,33 @@ def agent_of(rank: int) -> int:
     return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.slow  # quickly: with a script, in test_script_stops.py
 def test_killing_torchrun_takes_the_ranks_along_and_is_reported(gradus):
     recipe = gradus.recipe(steps=200)
     run = gradus.run("no-agent")
     # In a step as long as that, no rank looks at the store that torchrun kept for it.
-    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "no-agent", "--json", STEP_SECONDS="60")
+    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "no-agent", "--json", STEP_SECONDS="600")
     wait_until(lambda: [event for event in events(run) if event["event"] == "start"], process)
     os.kill(agent_of(rank_processes(run)[0]), signal.SIGKILL)
     done = gradus.end(process)
     assert done.code == 1
     assert done.json["error"]["kind"] == "launch-failed"
     assert status(run)["state"] == "failed"
-    wait_until(lambda: not rank_processes(run), seconds=10)
+    wait_until(lambda: not rank_processes(run))
 
 
+@pytest.mark.slow  # quickly: with a script, in test_script_stops.py
 def test_killing_launcher_and_torchrun_takes_the_ranks_along(gradus):
     recipe = gradus.recipe(steps=200)
     run = gradus.run("nobody")
-    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "nobody", STEP_SECONDS="60")
+    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "nobody", STEP_SECONDS="600")
     wait_until(lambda: [event for event in events(run) if event["event"] == "start"], process)
     agent = agent_of(rank_processes(run)[0])
     os.kill(agent, signal.SIGSTOP)  # so that it cannot do anything for its ranks any more
     process.kill()
     process.communicate()
     os.kill(agent, signal.SIGKILL)
-    wait_until(lambda: not rank_processes(run), seconds=10)
+    wait_until(lambda: not rank_processes(run))
 
 
 FULL = """
@@ -161,6 +165,7 @@ for x, y in run.batches([(torch.ones(4), torch.ones(1))] * 8):
 """
 
 
+@pytest.mark.slow  # quickly: in a recipe, above
 def test_so_does_an_own_loop(gradus):
     (gradus.folder / "loop.py").write_text(FULL_LOOP)
     done = gradus("train", "--nproc", "1", "--run-id", "loop", "--", "loop.py")

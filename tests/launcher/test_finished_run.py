@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gradus_command import CANARY, Gradus, events, lines, status, trained
+from safetensors.torch import load_file
 
 from gradus.schema.cluster import Cluster
 from gradus.schema.plan import Plan
@@ -39,7 +40,8 @@ def run(gradus: Gradus) -> Path:
 def test_the_directory_holds_what_it_should(run):
     found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     attempt = {f"attempts/1/{name}" for name in ("recipe.yaml", "cluster.yaml", "plan.yaml", "environment.json")}
-    checkpoint = {f"checkpoints/step-00000012/{name}" for name in ("tensors.safetensors", "MANIFEST.json", "COMMITTED")}
+    parts = [f"part-0000{rank}-of-00002.safetensors" for rank in (0, 1)]
+    checkpoint = {f"checkpoints/step-00000012/{name}" for name in (*parts, "MANIFEST.json", "COMMITTED")}
     assert attempt | checkpoint | {"status.json", "metrics.jsonl", "control/outcome-1.json"} <= found
     assert not [name for name in found if name.endswith(".tmp")]
     assert Plan.load(run / "attempts/1/plan.yaml").mesh.replicate == 2
@@ -47,6 +49,20 @@ def test_the_directory_holds_what_it_should(run):
     assert Cluster.load(run / "attempts/1/cluster.yaml").cpu_cores >= 1
     assert status(run)["state"] == "finished"
     assert [event["event"] for event in events(run) if event["writer"].startswith("launcher")] == ["launch", "end"]
+
+
+def test_its_checkpoint_is_listed_verified_and_exported(gradus, run, tmp_path):
+    [listed] = gradus("checkpoint", "list", str(run), "--json").json
+    assert (listed["step"], listed["parts"], listed["committed"]) == (12, 2, True)
+    assert listed["mesh"]["replicate"] == 2
+    assert [entry["whole"] for entry in gradus("checkpoint", "verify", str(run), "--json").json] == [True]
+    manifest = json.loads((run / "checkpoints/step-00000012/MANIFEST.json").read_text())
+    assert manifest["samples"] == 90
+    assert manifest["versions"].keys() == {"gradus", "torch", "python"}
+    exported = gradus("checkpoint", "export", str(run), "--out", str(tmp_path / "out"), "--json")
+    assert exported.code == 0, exported.err
+    names = {name.removeprefix("model.") for name in manifest["tensors"] if name.startswith("model.")}
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
 
 
 def test_metrics_have_the_documented_keys(run):

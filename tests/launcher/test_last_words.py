@@ -14,6 +14,7 @@ from gradus.launcher.last_words import last_words
 from gradus.launcher.rank_output import RankOutput, without_rank_lines
 from gradus.launcher.script import Script
 from gradus.record.directory import RunDirectory
+from gradus.record.outcome import write_outcome
 
 RAISED = [
     "Traceback (most recent call last):",
@@ -90,6 +91,19 @@ def test_a_rank_that_only_lost_its_peer_is_not_blamed(tmp_path, first, other, sa
     assert result.error is not None
     assert (result.state, result.error["rank"]) == ("failed", blamed)
     assert (result.error["message"] == "ValueError: boom") == (said[blamed] is RAISED)
+
+
+@pytest.mark.parametrize(("other", "kind"), [(-15, "lost-peer"), (-9, "rank-died")])
+def test_a_rank_that_says_itself_that_it_lost_a_peer_is_not_the_one_that_died(tmp_path, other, kind):
+    """The node of the peer may have left no word at all; torchrun ends the others with SIGTERM."""
+    run = RunDirectory.create(tmp_path, "train")
+    launch = Launch(run, run.new_attempt(), Script("file", "train.py", (), tmp_path), ranks=2, cores=2)
+    run.log_path(1, socket.gethostname()).write_text(TABLE.format(first=1, other=other))
+    error = {"kind": "lost-peer", "message": "Connection reset by peer", "rank": 0}
+    write_outcome(run, 1, {"state": "failed", "exit_code": 1, "error": error})
+    result = result_of(launch, Departure(1, said={0: LOST, 1: []}))
+    assert result.error is not None
+    assert result.error["kind"] == kind
 
 
 def test_lines_of_ranks_are_told_apart_while_they_come(tmp_path: Path):

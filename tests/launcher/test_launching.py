@@ -14,14 +14,15 @@ import pytest
 from gradus_command import RECIPE, Gradus, events, rank_processes, status, wait_until
 
 import gradus as package
-from gradus.faults.signals import Signals
+from gradus.faults.signals import SECOND_INTERRUPT, Signals
 from gradus.launcher import local
-from gradus.launcher.attempt import Launch
+from gradus.launcher.attempt import Launch, claim_run
 from gradus.launcher.ending import Departure, result_of
 from gradus.launcher.following import Following
 from gradus.launcher.processes import attempt_processes, kill_left_over, marks
 from gradus.launcher.torchrun import deaths_in_log, free_port, port_taken_in_log
 from gradus.record.directory import RunDirectory
+from gradus.record.lock import release
 from gradus.record.outcome import write_outcome
 from gradus.record.status import Status, write_status
 from gradus.schema.errors import InputError
@@ -37,6 +38,18 @@ def test_train_from_python_returns_how_it_ended(gradus: Gradus):
         package.train(recipe, nproc=1, runs=gradus.runs, run_id="python", quiet=True)
 
 
+def test_a_run_whose_launcher_was_killed_before_its_first_attempt_is_not_in_the_way(tmp_path: Path):
+    left = RunDirectory.create(tmp_path, "r", "mine")
+    run, lock = claim_run(tmp_path, "r", "mine", None, lambda run: None)
+    assert run == left
+    with pytest.raises(InputError, match="is alive"):
+        claim_run(tmp_path, "r", "mine", None, lambda run: None)
+    release(lock)
+    run.new_attempt()
+    with pytest.raises(InputError, match="run directory exists"):
+        claim_run(tmp_path, "r", "mine", None, lambda run: None)
+
+
 def test_an_exception_in_the_launcher_leaves_no_ranks_behind(gradus: Gradus, monkeypatch: pytest.MonkeyPatch):
     run = gradus.run("launcher-fails")
     poll = Following.poll
@@ -49,10 +62,10 @@ def test_an_exception_in_the_launcher_leaves_no_ranks_behind(gradus: Gradus, mon
         poll(self)
 
     monkeypatch.setattr(Following, "poll", failing)
-    recipe = package.Recipe.load(gradus.folder / gradus.recipe(steps=100000))
+    recipe = package.Recipe.load(gradus.folder / gradus.recipe(steps=10**9))
     with pytest.raises(RuntimeError, match="out of luck"):
         package.train(recipe, nproc=2, runs=gradus.runs, run_id="launcher-fails", quiet=True)
-    wait_until(lambda: not rank_processes(run), seconds=5)
+    wait_until(lambda: not rank_processes(run))
     assert status(run)["state"] == "failed"
     assert [event["event"] for event in events(run) if event["writer"].startswith("launcher")] == ["launch", "end"]
 
@@ -148,7 +161,7 @@ def test_an_ending_counts_only_if_all_ranks_left_well(tmp_path, state, return_co
     path = run.log_path(launch.attempt, socket.gethostname())
     path.parent.mkdir(exist_ok=True)
     path.write_text(log and TABLE.format(code=-9))
-    result = result_of(launch, Departure(return_code, at_once))
+    result = result_of(launch, Departure(return_code, SECOND_INTERRUPT if at_once else None))
     assert (result.step, result.loss) == (6, 0.5)
     if failure is None:
         assert (result.state, result.exit_code, result.error) == (state, ending["exit_code"], None)

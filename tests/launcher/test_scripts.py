@@ -18,6 +18,7 @@ from gradus.launcher.attempt import Launch
 from gradus.launcher.script import Script
 from gradus.record.directory import RunDirectory
 from gradus.record.status import Status, read_status, write_status
+from gradus.schema.errors import DoNotRestart
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -214,3 +215,16 @@ def test_secrets_in_arguments_are_not_recorded_and_so_not_repeated(gradus):
     assert refused.code == 2
     assert "secret" in refused.json["error"]["message"]
     assert "-- prints.py --api-key" in refused.json["error"]["hint"]
+
+
+def test_a_job_has_secret_arguments_from_its_environment_and_from_no_file(tmp_path, monkeypatch):
+    script = Script("file", "train.py", ("--api-key", "hunter2", "--steps", "3"), tmp_path)
+    (tmp_path / "command.json").write_text(script.to_json())
+    assert "hunter2" not in (tmp_path / "command.json").read_text()
+    with pytest.raises(DoNotRestart, match="arguments that look like secrets"):
+        Script.of_job(tmp_path / "command.json")  # rather than a run with *** for a key
+    for name, value in script.unrecorded.items():
+        monkeypatch.setenv(name, value)
+    assert Script.of_job(tmp_path / "command.json") == script
+    plain = replace(script, arguments=("--steps", "3"))
+    assert plain.unrecorded == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,11 @@ def stopped(gradus: Gradus, run_id: str, number: signal.Signals, ranks: int = 2,
     return document
 
 
+def evaluated_batches(notes: Path) -> int:
+    """By all ranks so far."""
+    return sum(path.stat().st_size for path in notes.parent.glob(f"{notes.name}*"))
+
+
 def assert_saved(run: Path, step: int) -> None:
     found = status(run)
     assert (found["state"], found["step"], found["steps_total"]) == ("stopped", step, STEPS)
@@ -49,7 +53,10 @@ def assert_saved(run: Path, step: int) -> None:
     assert [event["step"] for event in events(run) if event["event"] == "stop-request"] == [step]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+# Quickly, the other two: with a script, in test_script_stops.py.
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGUSR1, signal.SIGINT))]
+)
 def test_a_signal_saves_the_run_and_resume_finishes_it(gradus, number):
     run = gradus.run(number.name)
     step = stopped(gradus, number.name, number)["step"]
@@ -82,23 +89,24 @@ def test_the_command_says_how_to_go_on_and_a_run_is_alive_or_the_same_or_refused
     for field, value in (("batch", "16"), ("seed", "2"), ("data.length", "32")):
         refused = gradus("train", "--resume", str(run), "--set", f"{field}={value}", "--json")
         assert refused.code == 2
-        assert refused.json["error"]["field"] == field.partition(".")[0]
-        assert value in refused.json["error"]["found"]
+        assert refused.json["error"]["field"] == field
+        assert str(refused.json["error"]["found"]) == value
     assert sorted(path.name for path in (run / "attempts").iterdir()) == ["1"]
 
 
 def test_a_stop_during_a_long_evaluation_is_quick_and_the_evaluation_is_done_again(gradus):
-    recipe = gradus.recipe(steps=8, evaluate={"every": 4}, data={"use": "own.py:Data", "length": 4000})
-    run = gradus.run("evaluating")
-    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "evaluating", "--json", EVALUATION_SECONDS="1")
-    wait_until(lambda: len(trained(run)) >= 4, process)  # 400 samples in batches of 8: 50 seconds to go
-    time.sleep(1.5)
-    began = time.monotonic()
+    recipe = gradus.recipe(steps=8, evaluate={"every": 4}, data={"use": "own.py:Data", "length": 40_000})
+    run, notes = gradus.run("evaluating"), gradus.folder / "evaluated-by-"
+    note = {"EVALUATION_SECONDS": "1", "NOTE_EVALUATED": str(notes)}
+    process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "evaluating", "--json", **note)
+    wait_until(lambda: evaluated_batches(notes), process)  # of 4,000 samples in batches of 8, by two ranks: 500
     process.send_signal(signal.SIGTERM)
+    wait_until(lambda: (run / "control" / "stop").exists(), process)
+    before = evaluated_batches(notes)
     done = gradus.end(process)
-    seconds = time.monotonic() - began
     assert (done.code, done.json["step"]) == (75, 4)
-    assert seconds < 12  # of which the look for the request takes one, an evaluation batch one, and the exit a few
+    # Each rank looks for the request once a second, which is one of its batches, and then the ranks have to agree.
+    assert evaluated_batches(notes) - before <= 5 * 2
     assert not [row for row in lines(run / "metrics.jsonl") if "validation_loss" in row]
     assert committed(run) == [4]
     done = gradus("train", "--resume", str(run), "--nproc", "2", "--json")
@@ -115,15 +123,13 @@ def test_a_second_interrupt_ends_the_run_at_once(gradus):
     wait_until(lambda: len(rank_processes(run)) == 2 and trained(run), process)
     process.send_signal(signal.SIGINT)
     wait_until(lambda: (run / "control" / "stop").exists(), process)
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     done = gradus.end(process)
-    assert time.monotonic() - began < 8  # a step of notice alone would take 12
     assert done.code == 1
     assert "second interrupt" in done.json["error"]["message"]
     assert not rank_processes(run)
     assert status(run)["state"] == "failed"
-    assert not committed(run)
+    assert not committed(run), "the steps of notice and the save that the first one asked for were not waited for"
 
 
 def test_a_stop_before_the_first_step_is_a_stop_too(gradus):
@@ -143,10 +149,8 @@ def test_now_ends_a_recipe_at_once_and_the_next_attempt_says_that_it_starts_agai
     run = gradus.run("now")
     process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "now", "--json", STEP_SECONDS="3")
     wait_until(lambda: len(rank_processes(run)) == 2 and trained(run), process)
-    began = time.monotonic()
     assert gradus("runs", "stop", str(run), "--now", "--json").json["ended"] is True
     done = gradus.end(process)
-    assert time.monotonic() - began < 8
     assert (done.code, done.json["error"]["message"]) == (1, "ended at once by gradus runs stop --now")
     assert not rank_processes(run)
     assert (status(run)["state"], committed(run)) == ("failed", [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from gradus.schema.recipe import Recipe
 
 STEPS = 14
 # Times differ between runs; everything else has to be the same.
-MEASURED = ("step_seconds", "data_seconds", "evaluation_seconds", "per_second", "memory_peak_bytes", "attempt", "mfu")
+MEASURED = ("_seconds", "per_second", "memory_peak_bytes", "attempt", "mfu")
 
 
 def recipe() -> Recipe:
@@ -34,19 +36,25 @@ def assert_identical(found: Trained, expected: Trained) -> None:
         assert torch.equal(weight, expected.weights[name]), name
 
 
+@pytest.fixture(scope="module")
+def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Trained]:
+    """What the recipe gives on so many ranks, trained once for all tests."""
+    return cache(lambda ranks: run_on(pool, ranks, tmp_path_factory.mktemp("undisturbed"), recipe()))
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_repeated_run_is_identical(pool: Pool, tmp_path: Path, ranks: int) -> None:
-    first, second = (run_on(pool, ranks, tmp_path, recipe()) for _ in range(2))
-    assert len(first.rows) == STEPS
-    assert_identical(second, first)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-@pytest.mark.parametrize("stop_step", [1, 6])
-def test_a_stopped_and_resumed_run_is_identical_to_one_never_stopped(
-    pool: Pool, tmp_path: Path, ranks: int, stop_step: int
+def test_a_repeated_run_is_identical(
+    pool: Pool, tmp_path: Path, undisturbed: Callable[[int], Trained], ranks: int
 ) -> None:
-    undisturbed = run_on(pool, ranks, tmp_path, recipe())
+    second = run_on(pool, ranks, tmp_path, recipe())
+    assert len(second.rows) == STEPS
+    assert_identical(second, undisturbed(ranks))
+
+
+@pytest.mark.parametrize(("ranks", "stop_step"), [(1, 6), (3, 1), (4, 6)])
+def test_a_stopped_and_resumed_run_is_identical_to_one_never_stopped(
+    pool: Pool, tmp_path: Path, undisturbed: Callable[[int], Trained], ranks: int, stop_step: int
+) -> None:
     run = RunDirectory.create(tmp_path, "stopped")
     first = pool.run(ranks, trained, str(run.path), recipe(), 1, stop_step)
     assert {result["state"] for result in first} == {"stopped"}
@@ -56,20 +64,19 @@ def test_a_stopped_and_resumed_run_is_identical_to_one_never_stopped(
     run.stop_file.unlink()
     second = pool.run(ranks, trained, str(run.path), recipe(), 2)
     assert {result["state"] for result in second} == {"finished"}
-    assert_identical(Trained(read_metrics(run), same_weights(second), run), undisturbed)
+    assert_identical(Trained(read_metrics(run), same_weights(second), run), undisturbed(ranks))
 
 
-def test_dropout_is_on_and_depends_on_the_step(pool: Pool, tmp_path: Path) -> None:
+def test_dropout_is_on(pool: Pool, tmp_path: Path, undisturbed: Callable[[int], Trained]) -> None:
     """The tests above would mean little if dropout did nothing."""
-    with_dropout = run_on(pool, 1, tmp_path, recipe())
-    without = run_on(pool, 1, tmp_path, recipe_for("gpt", steps=STEPS, deterministic=True))
-    assert with_dropout.rows[0]["loss"] != without.rows[0]["loss"]
+    without = run_on(pool, 1, tmp_path, recipe_for("gpt", steps=1, deterministic=True))
+    assert undisturbed(1).rows[0]["loss"] != without.rows[0]["loss"]
 
 
 def test_a_run_stopped_on_four_ranks_goes_on_on_any_other_number(pool: Pool, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"steps": STEPS, "plan": {"precision": "fp64"}}
     undisturbed = run_on(pool, 1, tmp_path, recipe_for("gpt", **changes))
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         run = RunDirectory.create(tmp_path, f"on-{ranks}")
         pool.run(4, trained, str(run.path), recipe_for("gpt", **changes), 1, 4)
         run.stop_file.unlink()

@@ -21,9 +21,9 @@ def chat_recipe(folder: Path, **changes: Any) -> Any:
     return recipe_for("gpt", model=model, data=data, batch=8, steps=4, plan={"precision": "fp64", "workers": 0})
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_the_loss_is_the_same_on_one_and_two_ranks(pool: Pool, tmp_path: Path, pack: bool) -> None:
-    recipe = chat_recipe(tmp_path, pack=pack)
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_loss_is_the_same_on_one_and_two_ranks(pool: Pool, tmp_path: Path, packing: bool) -> None:
+    recipe = chat_recipe(tmp_path, packing=packing)
     one, two = (run_on(pool, ranks, tmp_path / str(ranks), recipe) for ranks in (1, 2))
     losses = [[row["loss"] for row in run.rows if "loss" in row] for run in (one, two)]
     assert len(losses[0]) == 4

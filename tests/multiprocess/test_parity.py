@@ -42,12 +42,13 @@ def assert_same(found: Trained, expected: Trained) -> None:
         assert ((weight - expected.weights[name]).abs().max() / scale).item() < 1e-9, name
 
 
-LONG = ("resnet18",)  # most of a minute for each number of ranks
+# Three ranks are the hardest: nothing divides evenly. Pictures take long, and on other numbers they are no other case.
 CASES = [
-    pytest.param(model, ranks, 1, marks=[pytest.mark.slow] if model in LONG else [])
-    for model in MODELS
-    for ranks in (2, 3, 4)
-] + [pytest.param("gpt", ranks, 2) for ranks in (1, 2, 3, 4)]
+    *(("gpt", ranks, 1) for ranks in (2, 3, 4)),
+    *(("gpt", ranks, 2) for ranks in (1, 3)),
+    ("simple-cnn", 3, 1),
+    pytest.param("resnet18", 3, 1, marks=pytest.mark.slow),  # most of a minute
+]
 
 
 @pytest.mark.parametrize(("model", "ranks", "accumulate"), CASES)
@@ -60,8 +61,9 @@ def test_float64_curve_is_the_same_on_any_number_of_ranks(
     assert_same(found, alone(model, plan={"precision": "fp64"}))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "ranks"), [*(("gpt", ranks) for ranks in (2, 3, 4)), ("simple-cnn", 3), ("resnet18", 4)]
+)
 def test_fp32_first_step_is_the_same_on_any_number_of_ranks(
     pool: Pool, alone: Alone, tmp_path: Path, model: str, ranks: int
 ) -> None:
@@ -71,8 +73,7 @@ def test_fp32_first_step_is_the_same_on_any_number_of_ranks(
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("model", ["gpt", "simple-cnn"])
+@pytest.mark.parametrize(("model", "ranks"), [("gpt", 2), ("gpt", 3), ("gpt", 4), ("simple-cnn", 3)])
 def test_a_short_last_batch_weighs_what_it_holds(
     pool: Pool, alone: Alone, tmp_path: Path, model: str, ranks: int
 ) -> None:

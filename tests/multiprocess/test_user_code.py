@@ -18,6 +18,12 @@ def test_ranks_that_see_different_data_are_refused_with_the_numbers(pool: Pool, 
         pool.run(2, user_code.on_unequal_ranks, str(run.path), recipe)
 
 
+def test_ranks_that_see_other_samples_of_the_same_number_are_refused(pool: Pool, run: RunDirectory) -> None:
+    recipe = line_recipe(data={"use": f"{HERE}:other_points_on_rank_1"})
+    with pytest.raises(AssertionError, match=r"not the same on all nodes; ranks that see other samples than rank 0: 1"):
+        pool.run(2, user_code.on_unequal_ranks, str(run.path), recipe)
+
+
 @pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2}], ids=str)
 def test_ranks_that_build_different_models_are_refused_before_they_wait_for_each_other(
     pool: Pool, run: RunDirectory, mesh: dict[str, int]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,18 @@ from gradus.planner.budget import (
     ASSUMED_RESTART_SECONDS,
     ASSUMED_WRITE_GB_PER_SECOND,
     Length,
+    between_failures,
     budget,
     budget_basis,
-    checkpoint_bytes,
     daly_interval,
     dataset_length,
     expected_goodput,
     length_of,
+    stopped_seconds,
     young_interval,
 )
 from gradus.planner.published import training_days, training_flops
+from gradus.planner.speed.host_copy import HostCopy
 from gradus.schema.cluster import Cluster, Storage
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
@@ -62,11 +65,15 @@ def test_a_dataset_is_counted_where_it_can_be_opened_on_the_spot():
     assert dataset_length(recipe(epochs=1, data={"use": "own.py:Data"})) is None
 
 
-def test_a_checkpoint_holds_parameters_and_optimizer_state():
-    """Adam on a model of 7 billion parameters: 84 GB."""
-    assert checkpoint_bytes(7_000_000_000, 7_000_000_000, 2, Plan(precision="bf16")) == 84e9
-    frozen = checkpoint_bytes(7_000_000_000, 10_000_000, 2, Plan(precision="bf16"))
-    assert frozen == 28e9 + 80e6
+def test_the_length_of_a_mixture_is_known_where_that_of_each_source_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("of cats and dogs " * 50)
+    sources = {
+        name: {"use": "synthetic-tokens", "samples": count, "context": 8, "weight": 1}
+        for name, count in (("a", 1000), ("b", 500))
+    }
+    assert dataset_length(recipe(epochs=1, data={"use": "mixture", "sources": sources})) == 1350, "a tenth is held out"
+    sources["text"] = {"use": "text", "path": str(tmp_path / "a.txt"), "context": 8, "weight": 1}
+    assert dataset_length(recipe(epochs=1, data={"use": "mixture", "sources": sources})) is None
 
 
 @pytest.mark.parametrize(("between", "best"), [(24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)])
@@ -89,61 +96,128 @@ def test_no_other_interval_has_a_better_goodput(between):
         assert expected_goodput(best * factor, 4 * MINUTE, between, 600) < at_best * 1.002
 
 
-def simulated_goodput(interval: float, saving: float, between: float, restart: float, segments: int) -> float:
-    """Work in segments that are saved at their end; a failure loses the segment, and the restart may fail too."""
+def simulated_goodput(
+    interval: float, stall: float, between: float, restart: float, writing: float = 0.0, segments: int = 60_000
+) -> float:
+    """Work in segments, of which a copy is made at the end and written beside the next one; one is written at a time.
+
+    A failure loses everything since the newest copy that was written by then, and the restart may fail too.
+    """
     draws = random.Random(1)
     clock, failure = 0.0, draws.expovariate(1 / between)
-    for _ in range(segments):
-        needed = interval + saving
-        while clock + needed > failure:
-            clock, failure = failure, failure + draws.expovariate(1 / between)
-            needed = restart + interval + saving
-        clock += needed
-    return segments * interval / clock
+    safe = made = 0  # segments that are written, and that there is a copy of
+    writes_until = 0.0
+    while safe < segments:
+        copied = max(clock + interval, writes_until) + stall  # the copy waits until the one before is written
+        if failure < copied:
+            if made > safe and writes_until <= failure:
+                safe = made
+            made = safe
+            clock = failure
+            failure += draws.expovariate(1 / between)
+            while clock + restart > failure:
+                clock, failure = failure, failure + draws.expovariate(1 / between)
+            clock += restart
+            writes_until = clock
+        else:
+            safe, made = made, made + 1
+            clock, writes_until = copied, copied + writing
+    return safe * interval / clock
 
 
 @pytest.mark.parametrize(
-    ("saving", "between", "restart"),
-    [(5 * MINUTE, 6 * HOUR, 10 * MINUTE), (30.0, 2 * HOUR, 5 * MINUTE), (10 * MINUTE, 90 * MINUTE, 10 * MINUTE)],
+    ("stall", "between", "restart", "writing"),
+    [
+        (5 * MINUTE, 6 * HOUR, 10 * MINUTE, 0),
+        (30.0, 2 * HOUR, 5 * MINUTE, 0),
+        (10 * MINUTE, 90 * MINUTE, 10 * MINUTE, 0),
+        (1.0, 2 * HOUR, 5 * MINUTE, 90.0),
+        (5.0, 12 * HOUR, 10 * MINUTE, 8 * MINUTE),
+    ],
 )
-def test_goodput_is_that_of_simulated_failures(saving, between, restart):
-    interval = daly_interval(saving, between)
-    expected = expected_goodput(interval, saving, between, restart)
-    assert simulated_goodput(interval, saving, between, restart, 60_000) == pytest.approx(expected, rel=0.01)
+def test_goodput_is_that_of_simulated_failures(stall, between, restart, writing):
+    interval = max(daly_interval(stall, between), writing)
+    expected = expected_goodput(interval, stall, between, restart, writing)
+    assert simulated_goodput(interval, stall, between, restart, writing) == pytest.approx(expected, rel=0.01)
+
+
+def test_saving_more_often_than_writing_takes_makes_training_wait():
+    """Every minute, where writing takes two: after each minute of work, another one of waiting."""
+    assert stopped_seconds(60.0, 1.0, 120.0) == 61.0
+    assert stopped_seconds(180.0, 1.0, 120.0) == 1.0
+    often, simulated = expected_goodput(60.0, 1.0, DAY, 600, 120.0), simulated_goodput(60.0, 1.0, DAY, 600, 120.0)
+    assert often == pytest.approx(simulated, rel=0.01) == pytest.approx(0.49, abs=0.01)
 
 
 def test_the_whole_run_by_hand():
     """128 GPUs on 16 nodes, 100,000 steps of 3 s, a failure for each node in 100 days, 10 € a GPU-hour."""
-    plan = Plan(mesh=Mesh(replicate=16, tensor=8))
+    plan = Plan(mesh=Mesh(replicate=16, tensor=8), checkpoint_every="auto")
     cluster = site(failures_per_node_day=0.01, price_per_gpu_hour=10.0, storage=Storage(gb_per_second=2.0))
-    found = budget(Length(0, 100_000), 3.0, 240e9, plan, cluster)
-    assert (found.steps, found.seconds, found.checkpoint_seconds) == (100_000, 300_000, 120)
+    found = budget(Length(0, 100_000), 3.0, 240e9, 1.5, plan, cluster)
+    assert (found.steps, found.seconds) == (100_000, 300_000)
+    assert (found.checkpoint_stall_seconds, found.checkpoint_seconds) == (1.5, 7.5), "all 16 nodes write"
     between = DAY / 0.16
-    assert found.checkpoint_every_seconds == pytest.approx(daly_interval(120, between))
-    assert found.goodput == pytest.approx(1 - 120 / 11_270 - 11_270 / 2 / between - 600 / between, abs=0.001)
+    best = found.checkpoint_every_seconds
+    assert best == pytest.approx(daly_interval(1.5, between)) == pytest.approx(1272, abs=1)
+    assert found.goodput == pytest.approx(1 - 1.5 / best - best / 2 / between - 607.5 / between, abs=0.001)
     assert found.seconds_with_failures == pytest.approx(300_000 / found.goodput)
     assert found.gpu_hours == pytest.approx(128 * found.seconds_with_failures / 3600)
     assert found.cost == pytest.approx(10 * found.gpu_hours)
     assert found.energy_kwh == pytest.approx(0.4 * found.gpu_hours)  # 400 W
-    simulated = simulated_goodput(found.checkpoint_every_seconds, 120, between, ASSUMED_RESTART_SECONDS, 60_000)
+    simulated = simulated_goodput(best, 1.5, between, ASSUMED_RESTART_SECONDS, 7.5)
     assert found.goodput == pytest.approx(simulated, rel=0.01)
+
+
+def test_goodput_is_that_of_the_plans_own_interval():
+    cluster = site(failures_per_node_day=0.5, storage=Storage(gb_per_second=2.0))
+
+    def goodput(every: int | str) -> float:
+        plan = Plan(mesh=Mesh(replicate=16, tensor=8), checkpoint_every=every)
+        found = budget(Length(0, 100_000), 3.0, 240e9, 5.0, plan, cluster).goodput
+        assert found is not None
+        return found
+
+    assert goodput(200) == goodput("10m"), "200 steps of 3 s"
+    assert goodput("auto") > goodput("10m") > goodput("1h")
+
+
+def test_the_best_interval_is_never_below_the_time_to_write():
+    slow = site(failures_per_node_day=0.5, storage=Storage(gb_per_second=0.01))
+    found = budget(Length(0, 1_000_000), 3.0, 240e9, 1.5, Plan(mesh=Mesh(replicate=16, tensor=8)), slow)
+    assert found.checkpoint_every_seconds == found.checkpoint_seconds == pytest.approx(1500)
+    assert daly_interval(1.5, DAY / 8) < 1500
 
 
 def test_energy_is_counted_as_published_models_count_it():
     """BLOOM: 1,082,990 hours on A100s of 400 W are 433,196 kWh (Luccioni et al. 2022, table 1)."""
     hours = 1_082_990 / 384
-    found = budget(Length(0, 1), hours * HOUR, 0, Plan(mesh=Mesh(replicate=384)), site(nodes=48))
+    found = budget(Length(0, 1), hours * HOUR, 0, 0, Plan(mesh=Mesh(replicate=384)), site(nodes=48))
     assert found.energy_kwh == pytest.approx(433_196, rel=0.0001)
 
 
 def test_what_the_cluster_does_not_say_is_not_invented():
-    found = budget(Length(0, 100), 1.0, 71e9, Plan(mesh=Mesh(replicate=8)), site(gpu="Something new"))
-    assert found.gpu_hours == pytest.approx(800 / 3600)
+    found = budget(Length(0, 100), 1.0, 71e9, 1.0, Plan(mesh=Mesh(replicate=16)), site(gpu="Something new"))
+    assert found.gpu_hours == pytest.approx(1600 / 3600)
     unknown = (found.cost, found.energy_kwh, found.goodput, found.seconds_with_failures, found.checkpoint_every_seconds)
     assert unknown == (None,) * 5
-    assert found.checkpoint_seconds == pytest.approx(71 / ASSUMED_WRITE_GB_PER_SECOND)
-    assert any("assumed" in sentence for sentence in budget_basis(site()))
-    assert not any("assumed" in said for said in budget_basis(site(gpu=None, storage=Storage(gb_per_second=2.0))))
+    assert found.checkpoint_seconds == pytest.approx(71 / (2 * ASSUMED_WRITE_GB_PER_SECOND)), "two nodes"
+    copying = HostCopy(55e9, "as measured")
+    assert any("assumed" in sentence for sentence in budget_basis(site(), Plan(), copying))
+    known = site(gpu=None, storage=Storage(gb_per_second=2.0))
+    assert not any("assumed" in said for said in budget_basis(known, Plan(), copying))
+
+
+def test_auto_expects_the_failures_of_published_runs_where_the_cluster_does_not_say():
+    plan = Plan(mesh=Mesh(replicate=128), checkpoint_every="auto")
+    found = budget(Length(0, 1_000_000), 1.0, 240e9, 2.0, plan, site())
+    assert found.checkpoint_every_seconds == pytest.approx(daly_interval(2.0, between_failures(plan, site())))
+    assert found.goodput is None, "which would be invented"
+    assert any("Llama 3" in said for said in budget_basis(site(), plan, HostCopy(55e9, "as measured")))
+    # 419 in 54 days of 2,048 nodes.
+    assert between_failures(Plan(mesh=Mesh(replicate=16384)), site(nodes=2048)) == pytest.approx(54 * DAY / 419)
+    never = site(failures_per_node_day=0.0)
+    assert between_failures(plan, never) == math.inf == daly_interval(0.0, math.inf)
+    assert between_failures(plan, None) == 16 * between_failures(plan, site())
 
 
 def whole_seconds(
@@ -151,7 +225,7 @@ def whole_seconds(
 ) -> float:
     length = length_of(recipe, dataset, tokens)
     assert length is not None
-    return budget(length, step_seconds, 0, Plan(), cluster).seconds
+    return budget(length, step_seconds, 0, 0, Plan(), cluster).seconds
 
 
 def test_gpt3_takes_34_days_on_1024_a100():
@@ -184,18 +258,18 @@ def test_ninety_epochs_of_imagenet_take_minutes_on_summit_and_frontera(batch, im
 
 def test_a_cpu_has_no_gpu_hours():
     laptop = Cluster(name="laptop", cpu_cores=8, memory_gib=16, price_per_gpu_hour=1.0)
-    found = budget(Length(0, 100), 1.0, 1e9, Plan(mesh=Mesh(replicate=4)), laptop)
+    found = budget(Length(0, 100), 1.0, 1e9, 1.0, Plan(mesh=Mesh(replicate=4)), laptop)
     assert (found.seconds, found.gpu_hours, found.cost, found.energy_kwh) == (100, 0, None, None)
 
 
 def test_a_machine_that_never_fails_loses_nothing_and_one_that_always_fails_everything():
-    never = budget(Length(0, 100), 1.0, 1e9, Plan(), site(failures_per_node_day=0.0))
+    never = budget(Length(0, 100), 1.0, 1e9, 1.0, Plan(), site(failures_per_node_day=0.0))
     assert (never.goodput, never.seconds_with_failures, never.checkpoint_every_seconds) == (1.0, 100.0, None)
-    always = budget(Length(0, 100), 1.0, 1e15, Plan(), site(failures_per_node_day=1e6))
+    always = budget(Length(0, 100), 1.0, 1e15, 1e4, Plan(), site(failures_per_node_day=1e6))
     assert always.goodput == 0.0
     assert always.seconds_with_failures == math.inf
 
 
 def test_ranks_that_share_a_gpu_count_it_once():
-    found = budget(Length(0, 3600), 1.0, 0, Plan(mesh=Mesh(replicate=8), ranks_per_gpu=4), site())
+    found = budget(Length(0, 3600), 1.0, 0, 0, Plan(mesh=Mesh(replicate=8), ranks_per_gpu=4), site())
     assert found.gpu_hours == 2

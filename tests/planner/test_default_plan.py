@@ -290,7 +290,11 @@ def test_only_reference_models_of_images_get_channels_last_unasked(model, cluste
 
 def test_the_checkpoint_interval_is_the_recipes():
     assert default_plan(recipe(checkpoint={"every": 5}), CPU, 1).plan.checkpoint_every == 5
-    assert default_plan(recipe(checkpoint={"every": "auto"}), CPU, 1).plan.checkpoint_every == "10m"
+    left = default_plan(recipe(checkpoint={"every": "auto"}), CPU, 1)
+    assert left.plan.checkpoint_every == "auto", "the run decides"
+    assert left.reasons["checkpoint_every"] == "the run decides, from the stall that it measures"
+    assert default_plan(recipe(plan={"checkpoint_every": "auto"}), CPU, 1).plan.checkpoint_every == "auto"
+    assert default_plan(recipe(), CPU, 1).plan.checkpoint_every == "10m"
     assert default_plan(recipe(plan={"checkpoint_every": "90s"}), CPU, 1).plan.checkpoint_every == "90s"
 
 

@@ -25,7 +25,7 @@ from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import Prediction
-from gradus.schema.recipe import Recipe
+from gradus.schema.recipe import CheckpointBlock, Recipe
 
 PLAN = Plan(precision="bf16", micro_batch=64)
 
@@ -99,6 +99,27 @@ def test_what_waits_on_the_host_must_have_room_there() -> None:
     small = site().model_copy(update={"memory_gib": 0.01})
     assert foreseen(plan).verdict == "fits"
     assert foreseen(plan, small).verdict == "no"
+
+
+def test_without_host_memory_for_copies_training_waits_for_the_writing() -> None:
+    plenty, small = foreseen(), foreseen(PLAN, site().model_copy(update={"memory_gib": 0.01}))
+    assert plenty.budget is not None
+    assert small.budget is not None
+    parameters = profile_for(recipe(), ProfileRequest("bf16", capability=(9, 0))).parameters
+    assert plenty.host_memory.saving == 3 * 4 * parameters, "with Adam's two moments, in 32 bits"
+    assert plenty.budget.checkpoint_stall_seconds < plenty.budget.checkpoint_seconds
+    assert small.budget.checkpoint_stall_seconds == small.budget.checkpoint_seconds
+    assert any("training waits until a checkpoint is written" in said for said in small.basis)
+    assert small.verdict == plenty.verdict, "it can run all the same"
+
+
+def test_without_a_writer_in_the_background_nothing_is_copied_and_training_waits() -> None:
+    waiting = recipe().model_copy(update={"checkpoint": CheckpointBlock(background=False)})
+    found = gradus.predict(waiting, site(), PLAN)
+    assert found.budget is not None
+    assert found.host_memory.saving == 0
+    assert found.budget.checkpoint_stall_seconds == found.budget.checkpoint_seconds
+    assert any("checkpoint.background: false" in said for said in found.basis)
 
 
 def test_calibration_is_used_and_said() -> None:

@@ -83,8 +83,8 @@ def test_the_whole_run_in_lines():
     assert budget_lines(CHOICES[0].prediction.budget, CHOICES[0].plan) == [
         "100,000 steps in 1 d 20:26:40 of training",
         "with checkpoints and failures 1 d 22:13:20: goodput 96.2%",
-        "a checkpoint takes 1:58 min, best every 2:43:20 h",
-        "every 10:00 min, as checkpoint_every says, they take 16% of the time",
+        "a checkpoint stops training for 20 s and is written 1:58 min later, best every 2:43:20 h",
+        "every 10:00 min, as checkpoint_every says, they take 3% of the time",
         "5,916 GPU-hours, 2,367 kWh, cost 59,164",
     ]
     assert budget_lines(BudgetPrediction(steps=1, seconds=0.25, gpu_hours=0.0), Plan()) == [
@@ -94,16 +94,42 @@ def test_the_whole_run_in_lines():
     assert budget_lines(never, Plan())[1].startswith("it never ends: nodes fail faster than ")
     endless = never.model_copy(update={"gpu_hours": float("inf")})
     assert not any("inf" in line for line in budget_lines(endless, Plan()))
-    short = BudgetPrediction(steps=9, seconds=9.0, gpu_hours=0.0, checkpoint_seconds=3.0, checkpoint_every_seconds=9.0)
-    assert budget_lines(short, Plan())[1] == "a checkpoint takes 3 s, best once, at the end"
+    short = BudgetPrediction(
+        steps=9,
+        seconds=9.0,
+        gpu_hours=0.0,
+        checkpoint_stall_seconds=0.5,
+        checkpoint_seconds=3.0,
+        checkpoint_every_seconds=9.0,
+    )
+    assert budget_lines(short, Plan())[1] == (
+        "a checkpoint stops training for 500 ms and is written 3 s later, best once, at the end"
+    )
 
 
 def test_an_interval_in_steps_is_weighed_too():
-    found = BudgetPrediction(steps=1000, seconds=2000.0, gpu_hours=0.0, checkpoint_seconds=20.0)
+    found = BudgetPrediction(
+        steps=1000, seconds=2000.0, gpu_hours=0.0, checkpoint_stall_seconds=20.0, checkpoint_seconds=60.0
+    )
     assert "every 1:40 min, as checkpoint_every says, they take 17% of the time" in budget_lines(
         found, Plan(checkpoint_every=50)
     )
     assert len(budget_lines(found, Plan(checkpoint_every=900))) == 2, "a hundredth is not worth a line"
+    assert budget_lines(found, Plan(checkpoint_every="30s"))[2] == (
+        "every 30 s, as checkpoint_every says, is more often than they can be written: training waits 62% of the time"
+    )
+
+
+def test_an_interval_that_is_left_to_the_run_is_not_made_up():
+    found = BudgetPrediction(
+        steps=1000, seconds=2000.0, gpu_hours=0.0, checkpoint_stall_seconds=0.2, checkpoint_seconds=60.0
+    )
+    assert budget_lines(found, Plan(checkpoint_every="auto"))[1:] == [
+        "a checkpoint stops training for 200 ms and is written 1:00 min later",
+        "checkpoint_every auto: the run decides how often, from the stall that it measures",
+    ]
+    expected = found.model_copy(update={"checkpoint_every_seconds": 300.0})
+    assert budget_lines(expected, Plan(checkpoint_every="auto"))[2].endswith("it measures; expected every 5:00 min")
 
 
 @pytest.mark.parametrize(

@@ -89,3 +89,21 @@ def test_no_two_launchers_get_the_same_attempt(run):
         thread.join()
     assert sorted(claimed) == run.attempts == [1, 2, 3, 4, 5, 6, 7, 8]
     run.log_path(3, "node-1").touch()
+
+
+def test_an_attempt_is_there_with_all_its_files_or_not_at_all(run, monkeypatch):
+    """A launcher may be killed at any moment, and the run must go on from an attempt that can be read."""
+    assert run.never_began
+    assert run.new_attempt({"recipe.yaml": "one", "plan.yaml": "one"}) == 1
+    assert not run.never_began
+
+    def killed(self, text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.new_attempt({"recipe.yaml": "two"})
+    monkeypatch.undo()
+    assert run.attempts == [1]
+    assert run.new_attempt({"recipe.yaml": "two"}) == 2
+    assert (run.attempt_path(2) / "recipe.yaml").read_text() == "two"

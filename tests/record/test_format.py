@@ -8,7 +8,10 @@ from gradus.record.format import bytes_text, duration_text, number_text, rate_te
     [
         (bytes_text(25 * 2**30), "25 GiB"),
         (bytes_text(1.25 * 2**30), "1.25 GiB"),
-        (bytes_text(2**20), "0.000977 GiB"),
+        (bytes_text(2**20), "1 MiB"),
+        (bytes_text(5000), "4.88 KiB"),
+        (bytes_text(12), "12 B"),
+        (bytes_text(0), "0 GiB"),
         (bytes_text(2048 * 2**30), "2,048 GiB"),
         (rate_text(41234, "tok"), "41.2 k tok/s"),
         (rate_text(7.25, "samples"), "7.25 samples/s"),

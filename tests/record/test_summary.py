@@ -79,3 +79,11 @@ def test_a_users_own_metric_is_told_beside_the_loss(run):
 def test_an_evaluation_that_was_no_number_is_not_the_best(run):
     evaluated(run, float("nan"), 2.5, 3.5)
     assert summarize(run).best == (2, 2.5)
+
+
+def test_the_time_between_attempts_does_not_count(run):
+    for attempt, (start, end) in enumerate([("00:00", "01:00"), ("30:00", "30:30")], start=1):
+        writer = f"launcher-attempt-{attempt}"
+        lines = [{"time": f"2026-01-01T00:{at}.000+00:00", "writer": writer, "event": "x"} for at in (start, end)]
+        (run.events / f"{writer}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summarize(run).wall_seconds == 90

@@ -241,3 +241,21 @@ def test_a_key_that_another_one_needs_is_asked_for(recipe_file, optimizer):
     error = refusal(recipe_file("{lr: 1e-3}", optimizer))
     assert "missing" in error.message
     assert {"file", "field", "found", "allowed"} <= error.details.keys()
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "message"),
+    [
+        ("data.shuffle={blok: 64}", "data.shuffle.blok", "did you mean 'blocks'? Allowed: blocks, window"),
+        ("data.shuffle=fulll", "data.shuffle", "did you mean 'full'?"),
+        ("plan.workers=many", "plan.workers", "allowed: a whole number, or auto"),
+        ("plan.workers=-1", "plan.workers", "allowed: at least 0, or auto"),
+    ],
+)
+def test_a_value_that_may_be_of_several_kinds_is_refused_under_its_own_name(recipe_file, override, field, message):
+    error = refusal(recipe_file(), override)
+    assert field in [problem["field"] for problem in error.details["problems"]]
+    assert message in error.message
+    assert "literal[" not in error.message
+    assert "BlockShuffle" not in error.message
+    assert "constrained" not in error.message

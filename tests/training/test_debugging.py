@@ -13,9 +13,11 @@ from user_runs import line_recipe
 from gradus.parallel.world import alone
 from gradus.planner.defaults import default_plan
 from gradus.record.directory import RunDirectory
+from gradus.record.events import read_events
 from gradus.record.metrics import read_metrics
 from gradus.record.outcome import read_outcome
 from gradus.record.variables import DRY_RUN
+from gradus.schema.cluster import Cluster
 from gradus.schema.recipe import Recipe
 from gradus.training import dry_run
 from gradus.training.live_run import LiveRun
@@ -96,3 +98,12 @@ def test_a_dry_run_keeps_everything_but_the_budget() -> None:
     short = dry_run.shortened(recipe)
     assert (short.steps, short.epochs, short.evaluate.batches, short.data.limit) == (1, None, 1, recipe.batch)
     assert (short.model, short.optimizer, short.checkpoint) == (recipe.model, recipe.optimizer, recipe.checkpoint)
+
+
+def test_a_node_that_lacks_the_gpus_of_its_cluster_says_that_it_trains_on_the_cpu(run: RunDirectory) -> None:
+    folder = run.attempt_path(run.new_attempt())
+    cluster = Cluster(name="site", nodes=1, gpus_per_node=2, gpu="A100 SXM 80GB", cpu_cores=8, memory_gib=64)
+    (folder / "cluster.yaml").write_text(cluster.to_yaml())
+    live_run(line_recipe(), run).recorder.close()
+    (warning,) = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    assert warning.startswith("trains on the CPU: site promises 2 × A100 SXM 80GB on each node")

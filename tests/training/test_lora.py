@@ -148,7 +148,7 @@ def test_gpt2_exported_merged_gives_the_logits_of_base_and_adapters(tmp_path: Pa
     """The whole way: recipe, training, checkpoint of the adapters, export, and `safetensors` alone to read it."""
     recipe, model, optimizer = gpt2
     run = saved_run(tmp_path, recipe, model, optimizer)
-    size = (run.checkpoints / "step-00000003" / "tensors.safetensors").stat().st_size
+    size = (run.checkpoints / "step-00000003" / "part-00000-of-00001.safetensors").stat().st_size
     assert size < 3 * 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) + 100_000, "adapters only"
     export(open_saved(run.path), tmp_path / "out")
     plain = catalogue.build("gpt2-124m", {"context": 8})

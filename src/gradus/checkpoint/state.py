@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradus.checkpoint.base import base_of, fingerprint_tensor
-from gradus.checkpoint.reading import DTYPES, read_rows, read_tensor
+from gradus.checkpoint.reading import DTYPES, files_kept_open, read_rows, read_tensor
 from gradus.checkpoint.tensor_file import StoredTensor
 from gradus.checkpoint.weights import ADAPTER_MARK, MODEL_PREFIX
 from gradus.parallel.part import local_part, put_rows
@@ -57,9 +57,9 @@ def restore_model(model: nn.Module, tensors: Saved, world: World | None = None) 
     Of tensors in a file, each rank reads what it holds and no more. Of a model in stages, all ranks must call it.
     """
     expected = _saved_tensors(model)
+    names = _over_stages(expected.keys(), world)  # before anything is read: a rank that finds damage leaves here
     _check_base(model, tensors)
     saved = {name.removeprefix(MODEL_PREFIX): t for name, t in tensors.items() if name.startswith(MODEL_PREFIX)}
-    names = _over_stages(expected.keys(), world)
     if saved.keys() != names:
         missing, unexpected = sorted(names - saved.keys()), sorted(saved.keys() - names)
         raise InputError(
@@ -72,8 +72,9 @@ def restore_model(model: nn.Module, tensors: Saved, world: World | None = None) 
                 f"{tuple(tensor.shape)} here",
                 field="model",
             )
-    for name, tensor in expected.items():
-        put(tensor, saved[name])
+    with files_kept_open():
+        for name, tensor in expected.items():
+            put(tensor, saved[name])
 
 
 @torch.no_grad()
@@ -88,12 +89,43 @@ def restore_optimizer(
         if name.startswith(OPTIMIZER_PREFIX):
             parameter_name, _, key = name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
             by_parameter.setdefault(parameter_name, {})[key] = tensor
-    for name, parameter in _trained(model).items():
-        state: dict[str, Any] = dict(numbers["parameters"].get(name, {}))
-        for key, tensor in by_parameter.get(name, {}).items():
-            state[key] = _placed(tensor, parameter, optimizer)
-        if state:
-            optimizer.state[parameter] = state
+    _check_none_lacks(model, optimizer, by_parameter, numbers["parameters"])
+    with files_kept_open():
+        for name, parameter in _trained(model).items():
+            state: dict[str, Any] = dict(numbers["parameters"].get(name, {}))
+            for key, tensor in by_parameter.get(name, {}).items():
+                state[key] = _placed(tensor, parameter, optimizer)
+            if state:
+                optimizer.state[parameter] = state
+
+
+def _check_none_lacks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Mapping[str, Any]],
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """An optimizer keeps the same for parameters of a group that have as many dimensions; or nothing for one that has
+    never had a gradient. One that has some of it and not the rest would go on wrong, without a word.
+    """
+    names = {parameter: name for name, parameter in _trained(model).items()}
+    for group in optimizer.param_groups:
+        keys: dict[int, dict[str, set[str]]] = {}  # by the number of dimensions, and the parameter's name
+        for parameter in group["params"]:
+            if parameter in names:
+                name = names[parameter]
+                saved = {*tensors.get(name, ()), *numbers.get(name, ())}
+                keys.setdefault(parameter.dim(), {})[name] = saved
+        for alike in keys.values():
+            most = max(alike, key=lambda name: len(alike[name]))
+            for name, saved in alike.items():
+                if saved and saved < alike[most]:
+                    raise InputError(
+                        f"optimizer: the checkpoint lacks {sorted(alike[most] - saved)} of {name}, which it has of "
+                        f"{most}",
+                        hint="go on from another checkpoint; gradus checkpoint list shows which there are",
+                        field="optimizer",
+                    )
 
 
 def put(target: Tensor, saved: Tensor | StoredTensor) -> None:

@@ -5,32 +5,23 @@ Nothing is pickled, so nothing in a checkpoint can run. What is in one: see `man
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from functools import partial
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradus.checkpoint.manifest import (
-    COMMITTED,
-    FORMAT,
-    MANIFEST,
-    TENSORS,
-    DamagedCheckpoint,
-    committed_steps,
-    fingerprint,
-    verify_folder,
-)
-from gradus.checkpoint.reading import read_tensor
-from gradus.checkpoint.tensor_file import StoredTensor, read_header
-from gradus.checkpoint.writing import Writable, in_file_order, writable, write_tensors
+from gradus.checkpoint.commit import NotWhole, commit
+from gradus.checkpoint.manifest import DamagedCheckpoint, committed_steps, stored_tensors, verify_folder
+from gradus.checkpoint.owners import part_layout
+from gradus.checkpoint.part import write_part, write_record
+from gradus.checkpoint.patience import UnreadableCheckpoint
+from gradus.checkpoint.reading import files_kept_open, read_tensor
+from gradus.checkpoint.step_folder import step_name
+from gradus.checkpoint.tensor_file import StoredTensor
+from gradus.checkpoint.writing import one_at_a_time
 
 
 @dataclass(frozen=True)
@@ -38,116 +29,75 @@ class Checkpoint:
     step: int
     path: Path
     state: dict[str, Any]
+    manifest: dict[str, Any] = field(repr=False)  # files with sizes and digests, tensors, versions and hashes
+    local: Path | None = None  # where copies of its files may lie
 
     def stored(self) -> Mapping[str, StoredTensor]:
         """What tensors there are and where their bytes lie, to be read one by one, or only in part."""
-        return read_header(self.path / TENSORS, "checkpoint").tensors
+        return stored_tensors(self.path, self.manifest, self.local)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, in host memory."""
-        return {name: read_tensor(stored) for name, stored in self.stored().items()}
+        with files_kept_open():
+            return {name: read_tensor(stored) for name, stored in self.stored().items()}
 
 
 class CheckpointStore:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. `local` is a folder of the node's own in which the same files may lie."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, local: Path | None = None) -> None:
         self.folder = folder
+        self.local = local
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.folder / step_name(step)
 
     def steps(self) -> list[int]:
         """Steps of the committed checkpoints, ascending."""
         return list(committed_steps(self.folder))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor | Writable], state: Mapping[str, Any]) -> Checkpoint:
-        """Write, checksum, flush to the disk, and only then commit. A failure is an OSError and leaves nothing.
+    def open(self, step: int, every_byte: bool = True) -> Checkpoint:
+        """A checkpoint that is as it was written; anything else raises DamagedCheckpoint.
 
-        Each tensor is asked for once, in the order of the file, also after a failure: other ranks may be waiting to
-        give their part of it.
+        Without `every_byte`, the bytes of a tensor are compared when it is read.
         """
         path = self.path(step)
-        made = {name: writable(name, t) if isinstance(t, Tensor) else t for name, t in tensors.items()}
-        waiting = {name: tensor.get for name, tensor in in_file_order(made)}
-        once = {name: Writable(t.dtype, t.shape, partial(_taken, waiting, name)) for name, t in made.items()}
-        try:
-            if path.exists():
-                _remove(path)
-            path.mkdir(parents=True)
-            self._write(path, step, once, state)
-            self.verify(step)
-        except (DamagedCheckpoint, OSError) as error:
-            shutil.rmtree(path, ignore_errors=True)
-            for get in waiting.values():
-                get()
-            raise error if isinstance(error, OSError) else OSError(str(error)) from error
-        return Checkpoint(step, path, dict(state))
-
-    def _write(self, path: Path, step: int, tensors: Mapping[str, Writable], state: Mapping[str, Any]) -> None:
-        write_tensors(path / TENSORS, tensors)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "torch": torch.__version__,
-            "files": {TENSORS: fingerprint(path / TENSORS)},
-            "state": dict(state),
-        }
-        (path / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for name in (TENSORS, MANIFEST):
-            _flush(path / name)
-        _flush(path)
-        (path / COMMITTED).write_text(json.dumps(fingerprint(path / MANIFEST)))
-        _flush(path / COMMITTED)
-        _flush(path)
-        _flush(self.folder)
-
-    def open(self, step: int) -> Checkpoint:
-        """A verified checkpoint; anything that is not as it was written raises DamagedCheckpoint."""
-        path = self.path(step)
-        manifest = self.verify(step)
-        return Checkpoint(step, path, manifest["state"])
+        manifest = verify_folder(path, every_byte=every_byte)
+        local = self.local / path.name if self.local is not None else None
+        return Checkpoint(step, path, manifest["state"], manifest, local)
 
     def verify(self, step: int) -> dict[str, Any]:
-        """The manifest, after every file was compared with it."""
+        """The manifest, after every byte of every file was compared with it."""
         return verify_folder(self.path(step))
 
-    def newest(self) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-        """The newest checkpoint that can be trusted, and what was found wrong with newer ones."""
+    def newest(
+        self, every_byte: bool = True, passed_over: Collection[int] = ()
+    ) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
+        """The newest checkpoint that can be trusted, and what was found wrong with newer ones.
+
+        One that cannot be read at present is no reason to take an older one: that is an UnreadableCheckpoint.
+        `passed_over` are steps that somebody has found to be damaged already.
+        """
         damaged: list[DamagedCheckpoint] = []
         for step in reversed(self.steps()):
+            if step in passed_over:
+                continue
             try:
-                return self.open(step), damaged
+                return self.open(step, every_byte), damaged
             except DamagedCheckpoint as error:
                 damaged.append(error)
         return None, damaged
 
-    def prune(self, verified_step: int, keep: int, also_keep: int | None = None) -> None:
-        """Delete all but the newest `keep` up to the one that was just verified, and never the one to keep as well.
-
-        Checkpoints of later steps are those that a resume has passed over as damaged: what follows them is another
-        history now.
-        """
-        steps = self.steps()
-        kept = {*[step for step in steps if step <= verified_step][-keep:], also_keep}
-        for step in steps:
-            if step not in kept:
-                _remove(self.path(step))
-
-
-def _taken(waiting: dict[str, Callable[[], Tensor]], name: str) -> Tensor:
-    return waiting.pop(name)()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    (path / COMMITTED).unlink(missing_ok=True)  # first: a half-deleted checkpoint must not look like a whole one
-    shutil.rmtree(path)
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Checkpoint:
+        """Write a checkpoint from one process, and verify it. A failure is an OSError and leaves nothing."""
+        path = self.path(step)
+        layout = part_layout(tensors, rank=0, ranks=1)
+        try:
+            data = one_at_a_time(layout, lambda name: tensors[name])
+            write_record(path, write_part(path, layout, data, abandoned=lambda: False))
+            commit(path, step, 1, {"state": dict(state)}, abandoned=lambda: False)
+            manifest = self.verify(step)
+        except (DamagedCheckpoint, UnreadableCheckpoint, NotWhole, OSError) as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise error if isinstance(error, OSError) else OSError(str(error)) from error
+        return Checkpoint(step, path, manifest["state"], manifest)

@@ -28,14 +28,30 @@ _LARGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file: what it is, and where its bytes lie."""
+class Piece:
+    """A box of a tensor, all of whose bytes lie one after the other in a file."""
 
     file: Path
-    dtype: str  # as safetensors spells it
-    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # where in the whole tensor the box begins
+    shape: tuple[int, ...]  # the box's own
     start: int  # from the beginning of the file
     byte_count: int
+    digests: tuple[str, ...] | None = None  # one for each block of BLOCK_BYTES; None: nobody has taken any
+    copy: Path | None = None  # the same file elsewhere, for when this one is not as it was written
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in files: what it is, and where its bytes lie."""
+
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]  # which make up the whole
+    name: str = ""  # for messages
+
+    @property
+    def byte_count(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -75,10 +91,11 @@ def _checked(path: Path, header: Any, size: int, data_start: int) -> TensorFile:
         raise ValueError("its __metadata__ is not a mapping of text")
     tensors = {name: _stored(path, name, entry, data_start) for name, entry in header.items()}
     position = data_start
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].byte_count)):
-        if tensor.start != position:
-            raise ValueError(f"{name!r} begins at byte {tensor.start}, but the bytes before it end at {position}")
-        position += tensor.byte_count
+    pieces = ((name, tensor.pieces[0]) for name, tensor in tensors.items())
+    for name, piece in sorted(pieces, key=lambda item: (item[1].start, item[1].byte_count)):
+        if piece.start != position:
+            raise ValueError(f"{name!r} begins at byte {piece.start}, but the bytes before it end at {position}")
+        position += piece.byte_count
     if position != size:
         raise ValueError(f"its tensors end at byte {position}, and it has {size}: it was cut off, or is not whole")
     return TensorFile(path, MappingProxyType(tensors), MappingProxyType(metadata))
@@ -90,15 +107,17 @@ def _stored(path: Path, name: str, entry: Any, data_start: int) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"{name!r} is of type {dtype!r}, allowed: {', '.join(ITEM_BYTES)}")
-    if not _whole_numbers(shape) or not _whole_numbers(offsets) or len(offsets) != 2:
+    if not whole_numbers(shape) or not whole_numbers(offsets) or len(offsets) != 2:
         raise ValueError(f"{name!r} has shape {shape!r} and offsets {offsets!r}")
     byte_count = offsets[1] - offsets[0]
     if byte_count != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name!r} of type {dtype} and shape {shape} does not fill its {byte_count} bytes")
-    return StoredTensor(path, dtype, tuple(shape), data_start + offsets[0], byte_count)
+    piece = Piece(path, (0,) * len(shape), tuple(shape), data_start + offsets[0], byte_count)
+    return StoredTensor(dtype, tuple(shape), (piece,), name)
 
 
-def _whole_numbers(value: Any) -> bool:
+def whole_numbers(value: Any) -> bool:
+    """Whether something that was read is a list of sizes."""
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from gradus.checkpoint.manifest import COMMITTED, TENSORS, committed_steps, verify_folder
+from gradus.checkpoint.manifest import committed_steps, is_checkpoint, stored_tensors, verify_folder
 from gradus.checkpoint.tensor_file import StoredTensor, read_header
 from gradus.schema.errors import GradusError, InputError
 
@@ -37,14 +37,17 @@ class Weights:
 
 
 def open_weights(path: Path, field: str = "model.weights", *, every_byte: bool = True) -> Weights:
-    """The tensors that a file or folder holds. With `every_byte`, checksums of checkpoints are compared as well."""
+    """The tensors that a file or folder holds.
+
+    With `every_byte`, all of a checkpoint is compared with its digests now, and not only what is read of it later.
+    """
     if path.is_file():
         return _single_file(path, field, every_byte)
     if not path.is_dir():
         raise InputError(
             f"{field}: {path}: no such file or folder", field=field, found=str(path), allowed=_allowed_kinds()
         )
-    if (path / TENSORS).exists():
+    if is_checkpoint(path):
         return _checkpoint(path, field, every_byte)
     if (path / "checkpoints").is_dir() and (path / "attempts").is_dir():
         steps = committed_steps(path / "checkpoints")
@@ -63,17 +66,16 @@ def open_weights(path: Path, field: str = "model.weights", *, every_byte: bool =
 def _single_file(path: Path, field: str, every_byte: bool) -> Weights:
     if path.suffix in _PICKLED:
         raise _pickled(path, field)
-    if path.name == INDEX or (path.name == TENSORS and (path.parent / COMMITTED).exists()):
+    if path.name == INDEX or is_checkpoint(path.parent):  # one file of several
         return open_weights(path.parent, field, every_byte=every_byte)
     return Weights(path, read_header(path, field).tensors, _config(path.parent, field) if path.name == SINGLE else None)
 
 
 def _checkpoint(path: Path, field: str, every_byte: bool) -> Weights:
     try:
-        verify_folder(path, every_byte=every_byte)
+        tensors = stored_tensors(path, verify_folder(path, every_byte=every_byte))
     except GradusError as error:
-        raise InputError(f"{field}: {error.message}", field=field, found=str(path)) from error
-    tensors = read_header(path / TENSORS, field).tensors
+        raise InputError(f"{field}: {error.message}", hint=error.hint, field=field, found=str(path)) from error
     if ADAPTER_MARK in tensors:
         run = path.parent.parent if path.parent.name == "checkpoints" else path
         raise InputError(

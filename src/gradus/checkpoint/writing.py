@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from gradus.checkpoint.reading import DTYPES, NAMES
-from gradus.checkpoint.tensor_file import ITEM_BYTES
+from gradus.checkpoint.part import PartLayout, lay_out, write_file
+from gradus.checkpoint.reading import DTYPES, NAMES, flat_view
 from gradus.schema.errors import InputError
-
-_ALIGNMENT = 8  # of the tensors' bytes in the file
 
 
 @dataclass(frozen=True)
@@ -29,8 +23,8 @@ class Writable:
     get: Callable[[], Tensor]
 
 
-def writable(name: str, tensor: Tensor) -> Writable:
-    """A tensor that is there already. What no safetensors file can hold is refused."""
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """The type of a tensor as safetensors spells it. What no safetensors file can hold is refused."""
     if tensor.dtype not in NAMES or tensor.layout != torch.strided:
         raise InputError(
             f"checkpoint: {name} is {tensor.dtype} and {tensor.layout}, which a checkpoint cannot hold",
@@ -38,41 +32,32 @@ def writable(name: str, tensor: Tensor) -> Writable:
             found=str(tensor.dtype),
             allowed=sorted(str(dtype) for dtype in NAMES),
         )
-    return Writable(NAMES[tensor.dtype], tuple(tensor.shape), tensor.detach)
-
-
-def in_file_order(tensors: Mapping[str, Writable]) -> list[tuple[str, Writable]]:
-    """As they come in a file: the widest types first, so that all lie aligned."""
-    return sorted(tensors.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+    return NAMES[tensor.dtype]
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Writable]) -> None:
     """Write a file that any safetensors reader takes, and that is there as a whole or not at all."""
-    ordered = in_file_order(tensors)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, tensor in ordered:
-        end = position + math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    partial = file.with_name(file.name + ".partial")
-    try:
-        with partial.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for name, tensor in ordered:
-                _write(stream, name, tensor)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    boxes = ((name, t.dtype, t.shape, (0,) * len(t.shape), t.shape) for name, t in tensors.items())
+    layout = lay_out(file.name, boxes)
+    write_file(file, layout, one_at_a_time(layout, lambda name: tensors[name].get()), abandoned=lambda: False)
 
 
-def _write(stream: BinaryIO, name: str, tensor: Writable) -> None:
-    found = tensor.get().detach().to("cpu")
-    assert tuple(found.shape) == tensor.shape, name
-    assert found.dtype == DTYPES[tensor.dtype], name
-    if found.numel():
-        stream.write(found.contiguous().view(-1).view(torch.uint8).numpy().data)
+def one_at_a_time(layout: PartLayout, get: Callable[[str], Tensor]) -> Callable[[int, int], memoryview]:
+    """The bytes of a file in ascending order, for which each box is asked for when its turn comes, and then let go."""
+    entries = iter([entry for entry in layout.entries if entry.byte_count])
+    first, held = 0, memoryview(b"")
+
+    def data(start: int, stop: int) -> memoryview:
+        nonlocal first, held
+        if start >= first + len(held):
+            entry, held = next(entries), memoryview(b"")
+            first, held = entry.start, bytes_of(get(entry.name), entry.box, DTYPES[entry.dtype])
+        return held[start - first : stop - first]
+
+    return data
+
+
+def bytes_of(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> memoryview:
+    found = tensor.detach().to("cpu")
+    assert (tuple(found.shape), found.dtype) == (shape, dtype), f"{found.dtype} {found.shape}, not {dtype} {shape}"
+    return flat_view(found.contiguous()).view(torch.uint8).numpy().data

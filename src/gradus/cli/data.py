@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from gradus.cli.byte_progress import byte_progress
+from gradus.cli.data_audit import audit
+from gradus.cli.data_shards import pack, stats, verify
+from gradus.cli.data_stage import stage
 from gradus.cli.options import JsonOption, SetOption
 from gradus.cli.output import print_json, run_command, shown
 
-if TYPE_CHECKING:
-    from gradus.data.fetch import Reporter
-
 app = typer.Typer(
     no_args_is_help=True,
-    help="Fetch datasets, and show what a recipe trains on.",
+    help="Fetch, pack and verify datasets, and show what a recipe trains on.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_PLAIN_EVERY_SECONDS = 10.0
+for command in (pack, stats, verify, audit, stage):
+    app.command()(command)
 
 
 @app.command()
@@ -53,7 +50,7 @@ def show(
 def _fetch(what: str, sha256: str | None, to: str | None, base: str | None, unpack: bool, as_json: bool) -> int:
     from gradus.data.fetch import fetch
 
-    with _progress() as reporter:
+    with byte_progress() as reporter:
         fetched = fetch(what, Path(to) if to else None, sha256, base, unpack, reporter)
     if as_json:
         files = [
@@ -72,43 +69,6 @@ def _fetch(what: str, sha256: str | None, to: str | None, base: str | None, unpa
     if fetched.recipe:
         print(f"\nin a recipe:\n  {fetched.recipe}")
     return 0
-
-
-@contextmanager
-def _progress() -> Iterator[Reporter]:
-    """A bar for each file on a terminal, one line every ten seconds elsewhere; on stderr."""
-    if not sys.stderr.isatty():
-        yield _plain_report
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-
-        def bar(name: str) -> Callable[[int, int | None], None]:
-            task = bars.add_task(name, total=None)
-            return lambda done, total: bars.update(task, completed=done, total=total)
-
-        yield bar
-
-
-def _plain_report(name: str) -> Callable[[int, int | None], None]:
-    last = time.monotonic()
-
-    def report(done: int, total: int | None) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _PLAIN_EVERY_SECONDS:
-            last = time.monotonic()
-            print(f"{name}: {done:,}{f' of {total:,}' if total else ''} bytes", file=sys.stderr, flush=True)
-
-    return report
 
 
 def _show(path: str, overrides: list[str], number: int, as_json: bool) -> int:
@@ -168,6 +128,7 @@ def _sample(recipe: Any, data: Any, number: int) -> list[dict[str, Any]] | str:
 
     from gradus.data.readable import readable
     from gradus.data.source import source_options
+    from gradus.data.sources.shards import PackedShards
     from gradus.data.sources.stdlib import StdlibText
     from gradus.data.sources.tokenised import TokenisedOptions
     from gradus.data.tokenizer import Bytes
@@ -175,8 +136,12 @@ def _sample(recipe: Any, data: Any, number: int) -> list[dict[str, Any]] | str:
 
     batch = data.finish(data.fetch(np.array([number])), torch.float32)
     options = source_options(recipe.data.use, data_options(recipe)) if data.source is not None else None
+    tokenizer = None
     if isinstance(options, (TokenisedOptions, StdlibText)):
         tokenizer = options.prepare().tokenizer if isinstance(options, TokenisedOptions) else Bytes()
+    elif isinstance(options, PackedShards):
+        tokenizer = options.readable_by()
+    if tokenizer is not None:
         return [part._asdict() for part in readable(data.source, batch, tokenizer)]
     named = batch.items() if isinstance(batch, dict) else enumerate(batch)
     return "\n".join(

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from gradus.cli.bench import app as bench_app
 from gradus.cli.checkpoint import app as checkpoint_app
+from gradus.cli.cluster import app as cluster_app
 from gradus.cli.data import app as data_app
 from gradus.cli.options import JsonOption, RunsOption, SetOption
 from gradus.cli.output import print_error, print_json, run_command
@@ -22,7 +24,9 @@ app = typer.Typer(
     help="Take a PyTorch model from one GPU to a supercomputer.",
 )
 
+app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(cluster_app, name="cluster")
 app.add_typer(data_app, name="data")
 
 
@@ -55,15 +59,128 @@ def train(
         bool, typer.Option("--dry-run", help="Build everything, make one step, and leave nothing behind.")
     ] = False,
     here: Annotated[bool, typer.Option("--here", help="Train here, even if this looks like a login node.")] = False,
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="1h30m", help="Stop, saved, before so much time is over.")
+    ] = None,
+    retries: Annotated[
+        int,
+        typer.Option("--retries", min=0, help="Start again so often in a row, if it fails without a new checkpoint."),
+    ] = 0,
+    accept_changed_data: Annotated[
+        bool, typer.Option("--accept-changed-data", help="With --resume: go on, though the data is not what it was.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Train a recipe here, or run a script that expects torchrun: gradus train [OPTIONS] -- script.py ARGS."""
     from gradus.cli.train import TrainOptions, train_command
 
     options = TrainOptions(
-        recipe, context.obj, nproc, cluster, tuple(set_), resume, run_id, runs, debug, dry_run, here, json
+        recipe,
+        context.obj,
+        nproc,
+        cluster,
+        tuple(set_),
+        resume,
+        run_id,
+        runs,
+        debug,
+        dry_run,
+        here,
+        time,
+        json,
+        accept_changed_data=accept_changed_data,
+        retries=retries,
     )
     raise typer.Exit(run_command(lambda: train_command(options), json))
+
+
+@app.command()
+def submit(
+    context: typer.Context,
+    recipe: Annotated[str | None, typer.Argument(help="A recipe.yaml; not needed with --resume.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="A cluster file, or a named cluster. Default: this Slurm's nodes.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", "-N", min=1, help="Nodes. Default: the fewest on which a plan fits.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Ranks on each node. Default: its GPUs, else 1.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option("--time", "-t", metavar="1h30m", help="The job's time limit; it goes on afterwards.")
+    ] = None,
+    set_: SetOption = [],  # noqa: B006
+    sweep: Annotated[
+        list[str],
+        typer.Option("--sweep", metavar="KEY=V1,V2", help="A run for each value, and each combination: an array job."),
+    ] = [],  # noqa: B006
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script, and submit nothing.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end, as gradus train does.")] = False,
+    after: Annotated[
+        list[str], typer.Option("--after", metavar="JOB|RUN", help="Start when that one has ended well.")
+    ] = [],  # noqa: B006
+    sbatch: Annotated[
+        list[str], typer.Option("--sbatch", metavar='"--any=option"', help="Any further option of sbatch.")
+    ] = [],  # noqa: B006
+    partition: Annotated[str | None, typer.Option("--partition", "-p", help="Where the job goes.")] = None,
+    account: Annotated[str | None, typer.Option("--account", "-A", help="Who pays.")] = None,
+    qos: Annotated[str | None, typer.Option("--qos", help="Quality of service.")] = None,
+    reservation: Annotated[str | None, typer.Option("--reservation", help="Nodes that were reserved.")] = None,
+    constraint: Annotated[str | None, typer.Option("--constraint", "-C", help="Features of the nodes.")] = None,
+    nodelist: Annotated[str | None, typer.Option("--nodelist", "-w", help="Nodes that must be among them.")] = None,
+    exclude: Annotated[str | None, typer.Option("--exclude", "-x", help="Nodes that must not be.")] = None,
+    begin: Annotated[str | None, typer.Option("--begin", "-b", help="Not before: 20:00, now+1hour.")] = None,
+    exclusive: Annotated[bool, typer.Option("--exclusive", help="Share the nodes with nobody.")] = False,
+    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run.")] = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Name the run's folder.")] = None,
+    runs: RunsOption = "runs",
+    preflight: Annotated[bool, typer.Option("--preflight", help="Test the nodes before the run begins.")] = False,
+    retries: Annotated[
+        int, typer.Option("--retries", min=0, help="Attempts in a row that may fail without a new checkpoint.")
+    ] = 3,
+    accept_changed_data: Annotated[
+        bool, typer.Option("--accept-changed-data", help="With --resume: go on, though the data is not what it was.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Train a recipe as a job of Slurm, or any script: gradus submit [OPTIONS] -- script.py ARGS."""
+    from gradus.cli.submit import SubmitOptions, submit_command
+
+    scheduler = {
+        "time": time,
+        "partition": partition,
+        "account": account,
+        "qos": qos,
+        "reservation": reservation,
+        "constraint": constraint,
+        "nodelist": nodelist,
+        "exclude": exclude,
+        "begin": begin,
+        **({"exclusive": True} if exclusive else {}),
+    }
+    options = SubmitOptions(
+        recipe,
+        context.obj,
+        cluster,
+        nodes,
+        nproc,
+        scheduler,
+        tuple(sbatch),
+        tuple(after),
+        overrides=tuple(set_),
+        sweep=tuple(sweep),
+        resume=resume,
+        run_id=run_id,
+        runs=runs,
+        preflight=preflight,
+        retries=retries,
+        accept_changed_data=accept_changed_data,
+        dry_run=dry_run,
+        wait=wait,
+        as_json=json,
+    )
+    raise typer.Exit(run_command(lambda: submit_command(options), json))
 
 
 @app.command()
@@ -127,17 +244,84 @@ def plan(
 @app.command("runs")
 def runs_(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN | stop RUN [--now]]", help="A path, an id or a name.")
+        list[str] | None,
+        typer.Argument(metavar="[RUN | stop|cancel|release|logs|why RUN]", help="A path, an id or a name."),
     ] = None,
     runs: RunsOption = "runs",
     export: Annotated[str | None, typer.Option("--export", help="Write the metrics for: tensorboard.")] = None,
-    now: Annotated[bool, typer.Option("--now", help="With stop: end it at once, without a save.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="With stop or cancel: end it at once, without a save.")] = False,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="With logs: what this rank printed.")] = None,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="With logs: of an earlier attempt.")] = None,
+    lines: Annotated[int, typer.Option("--lines", min=1, help="With logs: so many of each node.")] = 40,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="With logs: go on while the run does.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """List runs, show one, or ask one to save and stop."""
-    from gradus.cli.runs import runs_command
+    """List runs, show one; stop it (saved), cancel it, release it, see its logs, or ask why it is as it is."""
+    from gradus.cli.runs import RunsOptions, runs_command
 
-    raise typer.Exit(run_command(lambda: runs_command(words or [], runs, export, json, now=now), json))
+    options = RunsOptions(tuple(words or ()), runs, export, now, rank, attempt, lines, follow, json)
+    raise typer.Exit(run_command(lambda: runs_command(options), json))
+
+
+@app.command()
+def watch(
+    run: Annotated[str, typer.Argument(help="A path, an id or a name.")],
+    runs: RunsOption = "runs",
+    once: Annotated[bool, typer.Option("--once", help="Show how it is now, and leave.")] = False,
+    every: Annotated[
+        float | None, typer.Option("--every", metavar="SECONDS", help="Look so often. Default: 2, elsewhere 10.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a run as it goes on, local or on a cluster, until it is over. Ctrl-C leaves the run alone."""
+    from gradus.cli.watch import watch_command
+
+    raise typer.Exit(run_command(lambda: watch_command(run, runs, once=once, every=every, as_json=json), json))
+
+
+@app.command()
+def preflight(
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="A cluster file, or a named cluster: what is promised.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="How many nodes. Default: those of this job, else 1.")
+    ] = None,
+    runs: RunsOption = "runs",
+    json: JsonOption = False,
+) -> None:
+    """Check in under a minute whether nodes are fit for a run, and name the node or link that is not."""
+    from gradus.cli.preflight import preflight_command
+
+    raise typer.Exit(run_command(lambda: preflight_command(cluster, nodes, runs, json), json))
+
+
+@app.command()
+def drill(
+    target: Annotated[str, typer.Argument(metavar="RUN|RECIPE", help="A run that is alive, or a recipe to test with.")],
+    inject: Annotated[
+        str,
+        typer.Option(
+            "--inject",
+            metavar="KIND",
+            help="kill-rank, kill-node, hang, slow-rank, preempt, timeout, disk-full, corrupt-checkpoint or nan.",
+        ),
+    ],
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="To which rank. Default: the last one.")] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks of a test run (on each node).")] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help="Submit the test run there.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", "-N", min=1, help="Nodes of a test run.")] = None,
+    set_: SetOption = [],  # noqa: B006
+    patience: Annotated[str, typer.Option("--patience", metavar="10m", help="Give up waiting after so long.")] = "10m",
+    runs: RunsOption = "runs",
+    here: Annotated[bool, typer.Option("--here", help="Even if this looks like a login node.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Do something bad to a run, and report whether and how fast it recovered, and what was lost."""
+    from gradus.cli.drill import DrillOptions, drill_command
+
+    options = DrillOptions(target, inject, rank, nproc, cluster, nodes, tuple(set_), patience, runs, here, json)
+    raise typer.Exit(run_command(lambda: drill_command(options), json))
 
 
 @app.command()
@@ -162,7 +346,7 @@ def main() -> None:
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
     """A user's own command comes after `--`, where nothing is an option of ours."""
-    if arguments[:1] != ["train"] or "--" not in arguments:
+    if arguments[:1] not in (["train"], ["submit"]) or "--" not in arguments:
         return arguments, None
     at = arguments.index("--")
     return arguments[:at], arguments[at + 1 :]

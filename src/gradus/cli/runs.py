@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradus.cli.output import print_json
+from gradus.cli.output import print_json, shown
 from gradus.launcher.attempt import is_of_a_script, last_attempt
-from gradus.launcher.ending_at_once import end_at_once
+from gradus.launcher.ending_at_once import BY, end_at_once
 from gradus.launcher.processes import attempt_processes
+from gradus.launcher.run_logs import LINES, followed, last_lines, log_files, shown_lines
 from gradus.launcher.script import COMMAND_FILE, Script
+from gradus.launcher.slurm.queue import Queue, queue, submissions
+from gradus.launcher.slurm.standing import standing
+from gradus.launcher.slurm.stopping import STOP, Stopped
+from gradus.launcher.slurm.stopping import cancel as slurm_cancel
+from gradus.launcher.slurm.stopping import release as slurm_release
+from gradus.launcher.slurm.stopping import stop as slurm_stop
+from gradus.launcher.story import local_state, story_of
 from gradus.record.directory import RunDirectory, find_runs
 from gradus.record.events import read_events
 from gradus.record.format import number_text
@@ -18,22 +30,34 @@ from gradus.record.status import read_status, shown_state, writer_is_gone
 from gradus.record.stop import request_stop
 from gradus.record.summary import summary_text
 from gradus.record.tensorboard import export_tensorboard
-from gradus.schema.errors import InputError, unknown_name
+from gradus.schema.errors import InputError, nearest, unknown_name
 
 _SHOWN_EVENTS = 12
+_LOCAL_GRACE_SECONDS = 120.0  # as much as the job of a scheduler has by default to save
 
 
-def runs_command(words: list[str], runs: str, export: str | None, as_json: bool, *, now: bool = False) -> int:
+@dataclass(frozen=True)
+class RunsOptions:
+    """What was typed after `gradus runs`."""
+
+    words: tuple[str, ...] = ()
+    runs: str = "runs"
+    export: str | None = None
+    now: bool = False
+    rank: int | None = None
+    attempt: int | None = None
+    lines: int = LINES
+    follow: bool = False
+    as_json: bool = False
+
+
+def runs_command(options: RunsOptions) -> int:
+    words, runs = list(options.words), Path(options.runs)
     if len(words) > 1:
-        return _stop(words, runs, as_json, now=now)
-    if now:
-        raise InputError(
-            "--now: found it without stop",
-            hint=f"gradus runs stop {words[0] if words else 'RUN'} --now",
-            field="--now",
-            found=" ".join(words),
-        )
+        return _verb(words, options)
+    _refuse_without_a_verb(options)
     run = words[0] if words else None
+    export, as_json = options.export, options.as_json
     if export is not None and export != "tensorboard":
         raise unknown_name("exporter", export, ["tensorboard"], field="--export")
     if run is None and export is not None:
@@ -45,61 +69,181 @@ def runs_command(words: list[str], runs: str, export: str | None, as_json: bool,
             allowed="a path, an id or a name",
         )
     if run is None:
-        documents = [_document(found) for found in find_runs(Path(runs))]
+        documents = _documents(find_runs(runs))
         if as_json:
             print_json(documents)
         else:
-            _print_table(documents, runs)
+            _print_table(documents, options.runs)
         return 0
-    directory = RunDirectory.open(run, Path(runs))
+    directory = RunDirectory.open(run, runs)
     if export is not None:
         folder = export_tensorboard(directory)
         print_json({"run": str(directory.path), "folder": str(folder)}) if as_json else print(folder)
         return 0
     if as_json:
-        print_json({**_document(directory), "events": read_events(directory), "metrics": read_metrics(directory)})
+        [document] = _documents([directory])
+        print_json({**document, "events": read_events(directory), "metrics": read_metrics(directory)})
     else:
         _print_run(directory)
     return 0
 
 
-def _stop(words: list[str], runs: str, as_json: bool, *, now: bool) -> int:
-    """`gradus runs stop RUN [--now]`."""
-    if words[0] != "stop" or len(words) != 2:
+def _verb(words: list[str], options: RunsOptions) -> int:
+    """`gradus runs VERB RUN`."""
+    verbs: dict[str, Callable[[RunDirectory, RunsOptions], int]] = {
+        "stop": _stop,
+        "cancel": _cancel,
+        "release": _release,
+        "logs": _logs,
+        "why": _why,
+    }
+    if words[0] not in verbs or len(words) != 2:
+        close = nearest(words[0], verbs)
         raise InputError(
-            f"RUN: found {len(words)} words: {' '.join(words)}",
-            hint=f"gradus runs {words[-1]}, or gradus runs stop {words[-1]}",
+            f"RUN: found {len(words)} words: {' '.join(words)}" + (f"; did you mean {close!r}?" if close else ""),
+            hint=f"gradus runs {words[-1]}, or gradus runs {close or 'stop'} {words[-1]}",
             field="RUN",
             found=" ".join(words),
-            allowed="a run, or stop and a run",
+            allowed=f"a run, or one of {', '.join(verbs)} and a run",
+            nearest=close,
         )
-    directory = RunDirectory.open(words[1], Path(runs))
-    status = read_status(directory)
+    return verbs[words[0]](RunDirectory.open(words[1], Path(options.runs)), options)
+
+
+def _refuse_without_a_verb(options: RunsOptions) -> None:
+    run = options.words[0] if options.words else "RUN"
+    given = {
+        "--now": (options.now, "stop or cancel", "stop"),
+        "--follow": (options.follow, "logs", "logs"),
+        "--rank": (options.rank is not None, "logs", "logs"),
+        "--attempt": (options.attempt is not None, "logs", "logs"),
+    }
+    for option, (found, verbs, verb) in given.items():
+        if found:
+            raise InputError(
+                f"{option}: found it without {verbs}",
+                hint=f"gradus runs {verb} {run} {option}",
+                field=option,
+                found=" ".join(options.words),
+            )
+
+
+def _stop(run: RunDirectory, options: RunsOptions) -> int:
+    """Ask a run to save and stop. What Slurm has is then held, and a local run ends."""
+    if submissions(run) and not options.now and _is_in_queue(run):
+        return _done(run, slurm_stop(run), options)
+    status = read_status(run)
     state = shown_state(status) if status else "unknown"
     running = status is not None and state == "running" and not writer_is_gone(status)
-    if now and status is not None and state in ("running", "lost"):  # what hangs may have no heartbeat any more
-        running = running or bool(attempt_processes(directory.path, status.attempt))
+    if options.now and submissions(run) and _is_in_queue(run):
+        return _done(run, slurm_cancel(run, at_once=True, by=BY), options)
+    if options.now and status is not None and state in ("running", "lost"):  # what hangs may have no heartbeat any more
+        running = running or bool(attempt_processes(run.path, status.attempt))
     if status is None or not running:
         raise InputError(
-            f"{directory.name}/{directory.id} is not running: {'lost' if state == 'running' else state}",
-            hint=f"gradus runs {directory.name}/{directory.id}",
+            f"{run.name}/{run.id} is not running: {'lost' if state == 'running' else state}",
+            hint=f"gradus runs why {run.name}/{run.id}",
             found=state,
             allowed="running",
         )
-    if now:
-        ended = end_at_once(directory, status)
-        if as_json:
-            print_json({"run": str(directory.path), "requested": "end", "ended": ended})
+    if options.now:
+        ended = end_at_once(run, status)
+        if options.as_json:
+            print_json({"run": str(run.path), "requested": "end", "ended": ended})
         else:
             what = "ended" if ended else f"asked to end on {status.host}"
-            print(f"{directory.name}/{directory.id} was {what} at once")
+            print(f"{run.name}/{run.id} was {what} at once")
         return 0
-    request_stop(directory, "gradus runs stop")
-    if as_json:
-        print_json({"run": str(directory.path), "requested": "stop"})
+    request_stop(run, STOP)
+    return _done(run, Stopped("stop", f"{run.name}/{run.id} was asked to save and stop"), options)
+
+
+def _cancel(run: RunDirectory, options: RunsOptions) -> int:
+    """End a run for good, saved if that can be; a local one as well."""
+    if submissions(run):
+        return _done(run, slurm_cancel(run, at_once=options.now), options)
+    code = _stop(run, options)
+    if options.now or not run.attempts:
+        return code
+    until = time.monotonic() + _LOCAL_GRACE_SECONDS
+    while time.monotonic() < until:
+        status = read_status(run)
+        if status is None or local_state(status) != "running":
+            return code
+        time.sleep(0.2)
+    return _stop(run, replace(options, now=True))
+
+
+def _release(run: RunDirectory, options: RunsOptions) -> int:
+    return _done(run, slurm_release(run), options)
+
+
+def _done(run: RunDirectory, stopped: Stopped, options: RunsOptions) -> int:
+    if options.as_json:
+        print_json({"run": str(run.path), "requested": stopped.did, "message": stopped.words})
     else:
-        print(f"{directory.name}/{directory.id} was asked to save and stop")
+        print(stopped.words)
     return 0
+
+
+def _is_in_queue(run: RunDirectory) -> bool:
+    found = queue(0)
+    return found.problem is None and standing(run, read_status(run), found, thorough=True).in_queue
+
+
+def _logs(run: RunDirectory, options: RunsOptions) -> int:
+    """The end of what the newest attempt printed: its job, and all of its nodes that have something to say."""
+    files = log_files(run, options.attempt)
+    if options.as_json:
+        logs = {str(path): last_lines(path, options.lines, options.rank) for path in files}
+        print_json({"run": str(run.path), "logs": logs})
+        return 0
+    if not options.follow:
+        said = {path: lines for path in files if (lines := shown_lines(path, options.lines, options.rank))}
+        if not said:
+            whose = f"rank {options.rank} of " if options.rank is not None else ""
+            print(f"{whose}{run.name}/{run.id} has printed nothing yet", file=sys.stderr)
+        for path, lines in said.items():
+            if len(files) > 1:
+                print(f"==> {shown(path)} <==")
+            print("\n".join(lines))
+        return 0
+    last = None
+    for path, line in followed(run, options.rank, goes_on=lambda: _goes_on(run), lines=options.lines):
+        if path != last and (last is not None or len(files) > 1):
+            print(f"==> {shown(path)} <==")
+        last = path
+        print(line, flush=True)
+    return 0
+
+
+def _goes_on(run: RunDirectory) -> bool:
+    status = read_status(run)
+    state = standing(run, status, queue()).state if submissions(run) else local_state(status)
+    return state in ("queued", "starting", "running")
+
+
+def _why(run: RunDirectory, options: RunsOptions) -> int:
+    story = story_of(run)
+    print_json(story.document()) if options.as_json else print(story.text())
+    return 0
+
+
+def _documents(runs: list[RunDirectory]) -> list[dict[str, Any]]:
+    """One for each run. Slurm is asked once for all of them, if any of them may be in its queue."""
+    documents = []
+    asked: Queue | None = None
+    for run in runs:
+        document, status = _document(run), read_status(run)
+        waits = status is None or status.state not in ("finished", "failed")
+        if waits and submissions(run):
+            asked = asked or queue()
+            now = standing(run, status, asked)
+            document |= {"state": now.state, "job_id": now.job_id, "note": now.note}
+            document["reason"] = now.reason.text if now.reason else None
+            document["starts_at"] = now.starts_at.isoformat(timespec="seconds") if now.starts_at else None
+        documents.append(document)
+    return documents
 
 
 def _document(run: RunDirectory) -> dict[str, Any]:
@@ -124,7 +268,7 @@ def _document(run: RunDirectory) -> dict[str, Any]:
 
 def _command(run: RunDirectory) -> str | None:
     """What a script's run ran; None for a recipe's."""
-    if not run.attempts or not is_of_a_script(run):
+    if not (run.attempts or run.job.is_dir()) or not is_of_a_script(run):
         return None
     return Script.load(last_attempt(run) / COMMAND_FILE).text
 
@@ -137,23 +281,41 @@ def _print_table(documents: list[dict[str, Any]], runs: str) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
+    waiting = any(_why_text(d) or _error_text(d) for d in documents)
     for column in ("run", "state", "step", "loss", "attempt", "updated (UTC)"):
         right = column in ("step", "loss", "attempt")
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    if waiting:
+        table.add_column("why", no_wrap=True)
     for d in documents:
         steps = f"{d['step']}/{d['steps_total']}" if d["steps_total"] else str(d["step"] or "-")
         loss = number_text(d["loss"]) if d["loss"] is not None else "-"
         updated = (d["updated_at"] or "-").replace("T", " ")[:19]
-        table.add_row(f"{d['name']}/{d['id']}", d["state"], steps, loss, str(d["attempt"] or "-"), updated)
+        why = [_why_text(d) or _error_text(d)] if waiting else []
+        table.add_row(f"{d['name']}/{d['id']}", d["state"], steps, loss, str(d["attempt"] or "-"), updated, *why)
     console = Console()
     # An id that is cut off cannot be given to --resume: on a narrow terminal lines are longer instead.
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
     Console(width=max(console.width, needed)).print(table)
 
 
+def _why_text(document: dict[str, Any]) -> str:
+    text = str(document.get("reason") or document.get("note") or "")
+    starts = document.get("starts_at")
+    return f"{text}; may start {starts.replace('T', ' ')[:16]}" if text and starts else text
+
+
+def _error_text(document: dict[str, Any]) -> str:
+    """Of a run that failed, the first line of its error."""
+    error = document["last_error"] if document["state"] == "failed" else None
+    return str(error).strip().partition("\n")[0] if error else ""
+
+
 def _print_run(run: RunDirectory) -> None:
-    document = _document(run)
+    [document] = _documents([run])
     print(f"{document['name']}/{document['id']}: {document['state']}, attempt {document['attempt']}")
+    if why := _why_text(document):
+        print(f"job {document['job_id']}: {why}")
     if document["last_error"]:
         print(f"last error: {document['last_error']}")
     if "command" in document:

@@ -6,25 +6,35 @@ import contextlib
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
-from gradus.cli.output import print_error, print_json, shown
-from gradus.launcher.attempt import Launch, is_of_a_script
+from gradus.cli.given_work import (
+    check_accepts_changed_data,
+    given_recipe,
+    given_script,
+    refuse_with_a_script,
+    resumes_a_script,
+)
+from gradus.cli.output import print_json
+from gradus.cli.run_report import exit_code, report_recipe, report_script, run_document, told_of_failure
+from gradus.launcher.attempt import Launch, deadline_in
 from gradus.launcher.dry_run import finish_dry_run, remove_dry_run
-from gradus.launcher.ending import Departure, last_validation, note_failure, result_of
+from gradus.launcher.ending import Departure, note_failure, result_of
 from gradus.launcher.following import POLL_SECONDS, following
-from gradus.launcher.local import dry_run_variables, launch_local
+from gradus.launcher.gathering import Gathering, gathered
+from gradus.launcher.launching import launch_here
 from gradus.launcher.login_node import FEW_STEPS, check_not_on_a_login_node
-from gradus.launcher.recipe_run import prepare, recipe_of
+from gradus.launcher.node_ranks import variables_of
+from gradus.launcher.recipe_run import prepare
 from gradus.launcher.result import Result
-from gradus.launcher.script import script_from
-from gradus.launcher.script_run import prepare_script, recorded_script
+from gradus.launcher.script_run import prepare_script
+from gradus.launcher.surviving import launch_surviving
+from gradus.launcher.taking_part import lead, take_part
+from gradus.launcher.together import Together, started_together
 from gradus.launcher.torchrun import torch_variables
-from gradus.record.directory import RunDirectory
-from gradus.record.format import duration_text
 from gradus.record.polling import Polling
-from gradus.record.summary import summarize, summary_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.recipe import Recipe
@@ -45,7 +55,11 @@ class TrainOptions:
     debug: bool = False
     dry_run: bool = False
     here: bool = False
+    time: str | None = None
     as_json: bool = False
+    accept_changed_data: bool = False
+    retries: int = 0
+    gathering: Gathering | None = None  # of processes that were started together, which this one leads
 
     @property
     def submit_line(self) -> list[str]:
@@ -54,44 +68,82 @@ class TrainOptions:
         values = {"--nproc": self.nproc, "--cluster": self.cluster, "--resume": self.resume, "--run-id": self.run_id}
         line += [word for option, value in values.items() if value is not None for word in (option, str(value))]
         line += [word for override in self.overrides for word in ("--set", override)]
+        line += ["--time", self.time] if self.time is not None else []
+        line += ["--retries", str(self.retries)] if self.retries else []
+        line += ["--accept-changed-data"] if self.accept_changed_data else []
         line += ["--runs", self.runs] if self.runs != "runs" else []
         return [*line, *(["--", *self.command] if self.command is not None else [])]
 
 
 def train_command(options: TrainOptions) -> int:
-    if options.command is not None or _resumes_a_script(options):
+    together = started_together()
+    return _train(options) if together is None else _train_together(options, together)
+
+
+def _train_together(options: TrainOptions, together: Together) -> int:
+    """One of several processes that srun or mpirun has started with this command: process 0 leads."""
+    if options.debug:
+        raise InputError(
+            f"--debug: found it in {together.processes} processes that {together.started_by} has started",
+            hint="start one process alone",
+            field="--debug",
+            found=together.processes,
+            allowed=1,
+        )
+    runs = Path(options.runs)
+    if not together.leads:
+        return take_part(together, runs, lambda: given_script(options.command, options.resume, runs))
+    with gathered(together, runs) as gathering:
+        return _train(replace(options, gathering=gathering))
+
+
+def _shape(options: TrainOptions) -> tuple[int | None, Cluster | None]:
+    """How many ranks, and on what, as far as it was said, or follows from what was started."""
+    cluster = Cluster.load(options.cluster) if options.cluster else None
+    if options.gathering is None:
+        return options.nproc, cluster
+    return options.gathering.ranks(options.nproc), options.gathering.cluster(cluster)
+
+
+def _launched(launch: Launch, options: TrainOptions, stdout: TextIO | None = None) -> Result:
+    if options.gathering is None and options.retries and not options.dry_run:
+        return launch_surviving(launch, options.retries, stdout=stdout)
+    if options.gathering is None:
+        return launch_here(launch, stdout=stdout)
+    return lead(launch, options.gathering, options.gathering.ranks_each(options.nproc), stdout=stdout)
+
+
+def _train(options: TrainOptions) -> int:
+    check_accepts_changed_data(options.accept_changed_data, options.resume)
+    if options.command is not None or resumes_a_script(options.recipe, options.resume, Path(options.runs)):
         return _train_script(options)
     return _train_recipe(options)
 
 
-def _resumes_a_script(options: TrainOptions) -> bool:
-    if options.recipe is not None or options.resume is None:
-        return False
-    run = RunDirectory.open(options.resume, Path(options.runs))
-    return bool(run.attempts) and is_of_a_script(run)
-
-
 def _train_script(options: TrainOptions) -> int:
     _refuse_recipe_options(options)
-    if options.command is not None:
-        script = script_from(options.command)
-        nproc = options.nproc
-    else:
-        assert options.resume is not None
-        script = recorded_script(RunDirectory.open(options.resume, Path(options.runs)))
-        nproc = options.nproc or script.ranks
-    if not options.here:
+    script = given_script(options.command, options.resume, Path(options.runs))
+    nproc, cluster = _shape(options)
+    nproc = nproc or (script.ranks if options.command is None else None)
+    if not (options.here or options.gathering):
         check_not_on_a_login_node("a script belongs into a job", options.submit_line)
-    cluster = Cluster.load(options.cluster) if options.cluster else None
+    deadline = deadline_in(options.time)
     launch = prepare_script(
-        script, nproc, cluster=cluster, runs=Path(options.runs), run_id=options.run_id, resume=options.resume
+        script,
+        nproc,
+        cluster=cluster,
+        runs=Path(options.runs),
+        run_id=options.run_id,
+        resume=options.resume,
+        accept_changed_data=options.accept_changed_data,
     )
-    result = launch_local(launch, stdout=sys.stderr if options.as_json else sys.stdout)
+    launch = replace(launch, deadline=deadline)
+    result = _launched(launch, options, sys.stderr if options.as_json else sys.stdout)
     if options.as_json:
-        print_json(_document(result))
+        print_json(run_document(result))
     else:
-        _report_script(result)
-    return _exit_code(result)
+        report_script(result)
+    return exit_code(result)
 
 
 def _refuse_recipe_options(options: TrainOptions) -> None:
@@ -106,20 +158,12 @@ def _refuse_recipe_options(options: TrainOptions) -> None:
         "--debug": (options.debug, debug),
         "--dry-run": (options.dry_run, "gradus cannot know what a script builds; give it few steps by its own options"),
     }
-    for name, (value, hint) in given.items():
-        if value:
-            found = " ".join(value) if isinstance(value, tuple) else value
-            raise InputError(
-                f"{name}: found {'it' if value is True else found} together with a script, which is no recipe",
-                hint=hint,
-                field=name,
-                found=found,
-            )
+    refuse_with_a_script(given)
 
 
 def _train_recipe(options: TrainOptions) -> int:
     runs = Path(options.runs)
-    recipe = _recipe(options, runs)
+    recipe = given_recipe("train", options.recipe, options.overrides, options.resume, runs)
     if options.debug and options.nproc not in (None, 1):
         raise InputError(
             f"--nproc: found {options.nproc}, but --debug runs one rank in this process",
@@ -134,21 +178,24 @@ def _train_recipe(options: TrainOptions) -> int:
             field="--dry-run",
             found=options.resume,
         )
-    if not (options.here or options.dry_run or _is_short(recipe)):
+    if not (options.here or options.dry_run or options.gathering or _is_short(recipe)):
         budget = f"{recipe.steps} steps" if recipe.steps else "a budget in epochs or tokens"
         check_not_on_a_login_node(f"{budget} are more than a try of {FEW_STEPS}", options.submit_line)
-    cluster = Cluster.load(options.cluster) if options.cluster else None
+    deadline = deadline_in(options.time)
+    nproc, cluster = _shape(options)
     launch = prepare(
         recipe,
-        1 if options.debug else options.nproc,
+        1 if options.debug else nproc,
         cluster=cluster,
         runs=runs,
         run_id=options.run_id,
         resume=options.resume,
         dry_run=options.dry_run,
+        accept_changed_data=options.accept_changed_data,
     )
     try:
-        result = _debug(launch, options.as_json) if options.debug else launch_local(launch)
+        launch = replace(launch, deadline=deadline)
+        result = _debug(launch, options.as_json) if options.debug else _launched(launch, options)
     except BaseException:  # which tells everything: there is no log that it could point to
         if options.dry_run:
             remove_dry_run(launch)
@@ -156,33 +203,10 @@ def _train_recipe(options: TrainOptions) -> int:
     if options.dry_run:
         _report_dry_run(result, finish_dry_run(launch, result), options.as_json)
     elif options.as_json:
-        print_json(_document(result))
+        print_json(run_document(result))
     else:
-        _report(result, recipe, options.recipe)
-    return _exit_code(result)
-
-
-def _recipe(options: TrainOptions, runs: Path) -> Recipe:
-    path, overrides = options.recipe, list(options.overrides)
-    if path is not None:
-        if path.endswith(".py"):
-            raise InputError(
-                f"RECIPE: found {path}, which is a script",
-                hint=f"scripts come after two dashes: gradus train -- {path}",
-                field="RECIPE",
-                found=path,
-                allowed="a recipe.yaml",
-            )
-        return Recipe.load(path, overrides)
-    if options.resume is None:
-        raise InputError(
-            "RECIPE: missing",
-            hint="gradus train recipes/quickstart.yaml, gradus train --resume RUN, or gradus train -- script.py",
-            field="RECIPE",
-            found="nothing",
-            allowed="a recipe.yaml",
-        )
-    return Recipe.load(recipe_of(RunDirectory.open(options.resume, runs)), overrides)
+        report_recipe(result, recipe, options.recipe)
+    return exit_code(result)
 
 
 def _is_short(recipe: Recipe) -> bool:
@@ -194,7 +218,7 @@ def _debug(launch: Launch, as_json: bool) -> Result:
     assert launch.recipe is not None
     for name, value in torch_variables(launch.recipe).items():
         os.environ.setdefault(name, value)
-    os.environ.update(dry_run_variables(launch))
+    os.environ.update(variables_of(launch))
     from gradus.training.rank import debug_rank  # after that: it imports torch
 
     # With --json, stdout is for the one document: what the user's own code prints goes elsewhere.
@@ -211,67 +235,9 @@ def _debug(launch: Launch, as_json: bool) -> Result:
     return result_of(launch, Departure(0))
 
 
-def _exit_code(result: Result) -> int:
-    assert result.exit_code is not None, "the run has ended"
-    return result.exit_code
-
-
-def _document(result: Result) -> dict[str, object]:
-    return {**result.document(), **last_validation(result.run)}
-
-
-def _report(result: Result, recipe: Recipe, recipe_path: str | None) -> None:
-    if not _told_of_failure(result):
-        print(summary_text(result.run, _next_steps(result, recipe, recipe_path)))
-        if result.state == "finished" and result.reason and not result.reason.endswith("steps done"):
-            print(f"\nfinished early: {result.reason}")
-        if result.state == "stopped":
-            print(f"\nstopped on request ({result.reason}) and saved at step {result.step}; continue with")
-            print(f"  gradus train --resume {shown(result.run.path)}")
-
-
-def _report_script(result: Result) -> None:
-    """On stderr: stdout is the script's own."""
-    if _told_of_failure(result):
-        return
-    if result.metrics:  # an own loop
-        print(summary_text(result.run), file=sys.stderr)
-    else:
-        seconds = summarize(result.run).wall_seconds
-        spent = f" after {duration_text(seconds)}" if seconds is not None else ""
-        print(f"{result.state}{spent}: run {shown(result.run.path)}", file=sys.stderr)
-    if result.state == "stopped":
-        saved = f"saved at step {result.step}" if result.metrics else "whether it saved is up to the script"
-        print(f"stopped on request ({result.reason}); {saved}; continue with", file=sys.stderr)
-        print(f"  gradus train --resume {shown(result.run.path)}", file=sys.stderr)
-
-
 def _report_dry_run(result: Result, summary: list[str], as_json: bool) -> None:
     if as_json:
         document = {**result.document(), "dry_run": True, "summary": summary}
         print_json({**document, "run": None})
-    elif not _told_of_failure(result, kept=False):
+    elif not told_of_failure(result, kept=False):
         print("\n".join([*summary, "dry run: everything was built and one step was made; nothing was kept"]))
-
-
-def _told_of_failure(result: Result, *, kept: bool = True) -> bool:
-    for problem in result.problems:
-        print(f"warning: {problem}", file=sys.stderr)
-    if result.error is None:
-        return False
-    print_error(result.error)  # last, where the eye is
-    if result.step and kept:
-        print(f"run: {shown(result.run.path)}, which got to step {result.step}", file=sys.stderr)
-    return True
-
-
-def _next_steps(result: Result, recipe: Recipe, recipe_path: str | None) -> list[str]:
-    if result.state != "finished":
-        return []
-    tries = [(f"gradus runs {shown(result.run.path)}", "what happened in this run")]
-    if recipe_path:
-        half = f"optimizer.lr={recipe.optimizer.lr / 2:g}"
-        tries.append((f"gradus train {recipe_path} --set {half}", "the same with half the learning rate"))
-    tries.append(("gradus models", "reference models to put into a recipe"))
-    width = max(len(command) for command, _ in tries)
-    return [f"{command:<{width}}   {why}" for command, why in tries]

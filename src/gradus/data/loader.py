@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,26 +17,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from gradus.data.collate import collated
-from gradus.data.order import indices_at
+from gradus.data.order import AsLaid, Indices, Order, Ranges, Shuffled, noise, past_skipped
+from gradus.data.sample_log import delivered_digest, delivered_digests
 from gradus.data.source import RESIDENT_BYTES, Source
 from gradus.data.split import Part
+from gradus.data.transfer import closed_after, copied_ahead, mapped, pinned, pinned_ahead
+from gradus.data.worker_count import WorkerCount, worker_count
+from gradus.data.workers import Workers
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.stable_hash import stable_hash
 from gradus.schema.user_code import user_code
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
-Request = tuple[int, int]  # (first position, real samples) of a micro-batch
+Request = tuple[int, int]  # of a micro-batch: how many samples the run has taken before it, and its real samples
 
 INDICES_AT_ONCE = 32768  # of data on the device: computing and sending them one batch at a time would show
+# What a worker is asked for at once: asking and answering take 0.12 ms of processor time (400 in a row, best of five,
+# one core of an EPYC, November 2026), which would show with micro-batches of one. Not more than takes a moment: steps
+# should come evenly.
+SAMPLES_AT_ONCE = 32
+SECONDS_AT_ONCE = 0.005
+NUMBERS_SHOWN = 8  # of samples, in an error
 
 
 class MicroBatch(NamedTuple):
     inputs: Inputs
     samples: int  # real ones; 0 means that the inputs are padding of weight zero
     position: int  # of the first sample in the global stream
+    numbers_digest: int = 0  # of which samples came at which positions, as they were fetched
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,7 @@ class Slices:
     accumulate: int
     data_rank: int
     total_samples: int  # the stream ends here; only the last batch may be short
+    skipped: Ranges = ()  # positions of the stream that are left out
 
     def of_step(self, step: int) -> Iterator[Request]:
         """The micro-batches of one step."""
@@ -54,6 +67,15 @@ class Slices:
         for index in range(self.accumulate):
             start = first + index * self.micro_batch
             yield start, max(0, min(self.micro_batch, self.total_samples - start))
+
+    def positions(self, request: Request) -> Indices:
+        """Where in the stream the samples of a micro-batch are; a rank without a real one still gets one to work on."""
+        start, count = request
+        return past_skipped(np.arange(start, start + _fetched(count), dtype=np.int64), self.skipped)
+
+    def of_steps_from(self, step: int) -> Iterator[Request]:
+        """The micro-batches of this step and those after it, as far as the stream goes."""
+        return self.between(step, -(-self.total_samples // self.batch))
 
     def between(self, start_step: int, end_step: int) -> Iterator[Request]:
         for step in range(start_step, end_step):
@@ -94,13 +116,16 @@ class Indexed:
         part = getattr(self.dataset, "part", None)
         return part.note if isinstance(part, Part) else None
 
-    def fetch(self, indices: np.ndarray[Any, Any], seed: int = 0, position: int = 0) -> Any:
-        """A batch in raw form, as tensors in host memory; `position` is that of its first sample in the stream."""
+    def fetch(self, indices: Indices, seed: int = 0, positions: Indices | None = None) -> Any:
+        """A batch in raw form, as tensors in host memory; `positions` are those of its samples in the stream."""
         if self.source is not None:
-            return _tensors(self.source.fetch(indices))
+            if positions is None:
+                return _tensors(self.source.fetch(indices))
+            return _tensors(self.source.fetch_drawn(indices, noise(stable_hash("augment", seed), positions)))
         items: list[Any] = []
-        for offset, (index, number) in enumerate(zip(indices, self.numbers_of(indices), strict=True)):
-            _seed_for_sample(seed, position + offset)
+        positions = np.zeros_like(indices) if positions is None else positions
+        for index, number, position in zip(indices, self.numbers_of(indices), positions, strict=True):
+            _seed_for_sample(seed, int(position))
             with user_code("data.use", f"item {number}"):
                 item = self.dataset[int(index)]
             # A user's own collate may know what to do with other items of a batch.
@@ -122,7 +147,7 @@ class Indexed:
             finished: Inputs = self.source.finish(batch, dtype)
         else:  # numpy's numbers are float64 unless somebody asked for less; the model's are what the plan says
             wide = torch.float32 if dtype == torch.float64 else torch.float64
-            finished = _mapped(batch, lambda t: t.to(dtype) if t.dtype == wide else t)
+            finished = mapped(batch, lambda t: t.to(dtype) if t.dtype == wide else t)
         return finished
 
 
@@ -137,21 +162,26 @@ class Loader:
         dtype: torch.dtype,
         *,
         seed: int | None,
+        order: Order | None = None,
         workers: int = 0,
+        timeout_seconds: float | None = None,
         on_device: bool = True,
         channels_last: bool = False,
         part_of: Callable[[Inputs], Inputs] | None = None,
     ) -> None:
-        """With a seed, epochs are shuffled by the global order; without, samples come as they lie.
+        """Without an `order`, a seed shuffles each epoch, and without a seed samples come as they lie.
 
-        Where ranks share a sample, `part_of` cuts this rank's part out of a batch.
+        A worker that gives no answer for `timeout_seconds` ends the run. Where ranks share a sample, `part_of` cuts
+        this rank's part out of a batch.
         """
         self.slices = slices
-        self._fetch = _Fetch(dataset, seed)
+        default = AsLaid(dataset.length) if seed is None else Shuffled(seed, dataset.length)
+        self._fetch = _Fetch(dataset, slices, order or default, seed or 0)
         self._dataset = dataset
         self._device = device
         self._dtype = dtype
-        self._workers = workers
+        self.workers = workers
+        self._timeout_seconds = timeout_seconds
         self._channels_last = channels_last
         self._part_of = part_of
         self._columns = _resident_columns(dataset, device) if on_device else None
@@ -161,61 +191,103 @@ class Loader:
         requests = self.slices.between(start_step, end_step)
         raw = self._gathered(requests) if self._columns is not None else self._loaded(requests)
         wanted = self.slices.between(start_step, end_step)
-        for (position, samples), batch in zip(wanted, raw, strict=True):
-            if isinstance(batch, GradusError):
-                raise batch
-            inputs = self._dataset.finish(batch, self._dtype)
-            if self._channels_last:
-                inputs = _mapped(inputs, _to_channels_last)
-            if self._part_of is not None:
-                inputs = self._part_of(inputs)
-            yield MicroBatch(inputs, samples, position)
+        with closed_after(raw):
+            for (number, samples), found in zip(wanted, raw, strict=True):
+                if isinstance(found, GradusError):
+                    raise found
+                batch, digest = found
+                inputs = self._dataset.finish(batch, self._dtype)
+                if self._channels_last:
+                    inputs = mapped(inputs, _to_channels_last)
+                if self._part_of is not None:
+                    inputs = self._part_of(inputs)
+                yield MicroBatch(inputs, samples, int(self.slices.positions((number, 1))[0]), digest)
+
+    def choose_workers(self, step: int, cores: int) -> WorkerCount | None:
+        """As many as a measurement on the micro-batches from `step` on asks for; None where data is on the device."""
+        if self._columns is not None:
+            return None
+        chosen = worker_count(self._fetch, self.slices.of_steps_from(step), cores)
+        self.workers = chosen.workers
+        return chosen
 
     def _gathered(self, requests: Iterator[Request]) -> Iterator[Any]:
         """From the columns on the device: only indices travel, those of many micro-batches together."""
         per_chunk = max(1, INDICES_AT_ONCE // self.slices.micro_batch)
         while chunk := list(itertools.islice(requests, per_chunk)):
-            indices = torch.from_numpy(self._fetch.indices(chunk))
+            positions, numbers = self._fetch.positions(chunk), self._fetch.indices(chunk)
+            fetched, real = [_fetched(count) for _, count in chunk], [count for _, count in chunk]
+            indices = torch.from_numpy(numbers)
             if self._device.type == "cuda":
                 indices = indices.pin_memory().to(self._device, non_blocking=True)
-            for wanted in torch.split(indices, [_fetched(count) for _, count in chunk]):
-                yield _mapped(self._columns, partial(torch.index_select, dim=0, index=wanted))
+            digests = delivered_digests(positions, numbers, fetched, real)
+            for wanted, digest in zip(torch.split(indices, fetched), digests, strict=True):
+                yield mapped(self._columns, partial(torch.index_select, dim=0, index=wanted)), digest
 
     def _loaded(self, requests: Iterator[Request]) -> Iterator[Any]:
         on_gpu = self._device.type == "cuda"
-        loader: DataLoader[Any] = DataLoader(
-            self._fetch,
-            batch_size=None,
-            sampler=requests,
-            collate_fn=_as_fetched,
-            num_workers=self._workers,
-            pin_memory=on_gpu,
-            prefetch_factor=4 if self._workers else None,
-        )
-        return _copied_ahead(iter(loader), self._device) if on_gpu else iter(loader)
+        if not self.workers:
+            raw = map(self._fetch, requests)
+            return copied_ahead(map(pinned, raw), self._device) if on_gpu else raw
+        workers = Workers(self._fetch.several, self.workers, self._fetch.described, self._timeout_seconds)
+        batches = self._from(workers, requests)
+        if on_gpu:
+            return copied_ahead(pinned_ahead(batches, self._device, workers.kill), self._device)
+        return batches
+
+    def _from(self, workers: Workers[list[Request]], requests: Iterator[Request]) -> Iterator[Any]:
+        at_once = 1
+        most = max(1, SAMPLES_AT_ONCE // self.slices.micro_batch)
+
+        def tasks() -> Iterator[list[Request]]:
+            """A few micro-batches at a time where they are small and quick; one until that is known."""
+            while task := list(itertools.islice(requests, at_once)):
+                yield task
+
+        wanted = True
+        try:
+            for seconds, batches in workers.answers(tasks()):
+                at_once = max(1, min(most, round(SECONDS_AT_ONCE * len(batches) / seconds)))
+                yield from batches
+            wanted = False
+        finally:
+            workers.close(at_once=wanted)
 
 
-class _Fetch(Dataset[Any]):
+class _Fetch:
     """What loader workers run: a slice of the stream in, a raw batch out."""
 
-    def __init__(self, dataset: Indexed, seed: int | None) -> None:
-        self._dataset = dataset
-        self._seed = seed
+    def __init__(self, dataset: Indexed, slices: Slices, order: Order, seed: int) -> None:
+        self._dataset, self._slices, self._order, self._seed = dataset, slices, order, seed
 
-    def indices(self, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
+    def positions(self, requests: Sequence[Request]) -> Indices:
+        return np.concatenate([self._slices.positions(request) for request in requests])
+
+    def indices(self, requests: Sequence[Request]) -> Indices:
         """Dataset indices of the slices, one after the other."""
-        positions = np.concatenate(
-            [np.arange(start, start + _fetched(count), dtype=np.int64) for start, count in requests]
-        )
-        if self._seed is None:
-            return positions % self._dataset.length
-        return indices_at(self._seed, self._dataset.length, positions)
+        return self._order.at(self.positions(requests))
 
-    def __getitem__(self, request: Request) -> Any:
+    def __call__(self, request: Request) -> Any:
+        """The batch, with the digest of what it really holds."""
+        positions, real = self._slices.positions(request), request[1]
         try:
-            return self._dataset.fetch(self.indices([request]), self._seed or 0, request[0])
+            numbers = self._order.at(positions)
+            batch = self._dataset.fetch(numbers, self._seed, positions)
+            return batch, delivered_digest(positions[:real], numbers[:real])
         except GradusError as error:
-            return error  # raised by whoever asked: torch would wrap it in the traceback of its worker
+            return error  # raised when its turn has come: the micro-batches before it are good
+
+    def several(self, requests: list[Request]) -> tuple[float, list[Any]]:
+        """The batches, and how many seconds they took."""
+        begun = time.perf_counter()
+        batches = [self(request) for request in requests]
+        return time.perf_counter() - begun, batches
+
+    def described(self, requests: list[Request]) -> str:
+        numbers = self._dataset.numbers_of(self.indices(requests)).tolist()
+        shown = ", ".join(map(str, numbers[:NUMBERS_SHOWN])) + (", …" if len(numbers) > NUMBERS_SHOWN else "")
+        first = int(self._slices.positions((requests[0][0], 1))[0])
+        return f"{len(numbers)} samples from position {first} on (items {shown})"
 
 
 def _not_a_sample(item: Any, number: int) -> InputError:
@@ -225,11 +297,6 @@ def _not_a_sample(item: Any, number: int) -> InputError:
     return InputError(
         f"data.use: item {number} is {type(item).__name__}, allowed: a dict or a tuple", hint=hint, field="data.use"
     )
-
-
-def _as_fetched(batch: Any) -> Any:
-    """In place of torch's default for `DataLoader`, which would turn tuples into lists."""
-    return batch
 
 
 def _seed_for_sample(seed: int, position: int) -> None:
@@ -253,57 +320,13 @@ def _resident_columns(dataset: Indexed, device: torch.device) -> Any:
     arrays = list(columns.values()) if isinstance(columns, Mapping) else list(columns)
     if sum(array.nbytes for array in arrays) > RESIDENT_BYTES:
         return None
-    return _mapped(_tensors(columns), lambda tensor: tensor.to(device))
-
-
-def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Copy each batch to the device on a stream of its own, one batch ahead of the one in use."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def copied(batch: Any) -> tuple[Any, torch.cuda.Event]:
-        with torch.cuda.stream(stream):
-            moved = _mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(stream)
-        return moved, done
-
-    ahead = None
-    for batch in batches:
-        following = copied(batch)
-        if ahead is not None:
-            yield _arrived(*ahead)
-        ahead = following
-    if ahead is not None:
-        yield _arrived(*ahead)
-
-
-def _arrived(batch: Any, done: torch.cuda.Event) -> Any:
-    current = torch.cuda.current_stream()
-    current.wait_event(done)
-
-    def used_here(tensor: torch.Tensor) -> torch.Tensor:
-        # The allocator must not give this memory to the copy stream again while the step still reads it.
-        tensor.record_stream(current)
-        return tensor
-
-    return _mapped(batch, used_here)
+    return mapped(_tensors(columns), lambda tensor: tensor.to(device))
 
 
 def _tensors(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in batch.items()}
     return tuple(torch.from_numpy(np.ascontiguousarray(value)) for value in batch)
-
-
-def _mapped(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The batch with every tensor in it changed."""
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: _mapped(value, change) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return tuple(_mapped(value, change) for value in batch)
-    return batch
 
 
 def _to_channels_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,9 @@ can ask for any position, a resumed run needs no state, and a dataset of 2**60 s
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,49 @@ MAX_LENGTH = 2**62
 # Four rounds do for large datasets. With fewer than ten, the orders of three or four samples are not equally likely.
 ROUNDS = 10
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: consecutive multiples are spread over all bits
+
+
+Ranges = Sequence[tuple[int, int]]  # (first, one past the last), ascending and apart
+
+
+class Order(Protocol):
+    """Which sample of a dataset is at which position of an endless stream. A pure function: no state, any rank."""
+
+    @property
+    def length(self) -> int:
+        """Positions in one epoch."""
+
+    def at(self, positions: NDArray[Any]) -> Indices:
+        """The numbers of the samples at these positions."""
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Each epoch in an order of its own."""
+
+    seed: int
+    length: int
+
+    def at(self, positions: NDArray[Any]) -> Indices:
+        return indices_at(self.seed, self.length, positions)
+
+
+@dataclass(frozen=True)
+class AsLaid:
+    """Each epoch as the samples lie."""
+
+    length: int
+
+    def at(self, positions: NDArray[Any]) -> Indices:
+        return np.asarray(positions).astype(np.int64) % self.length
+
+
+def past_skipped(numbers: NDArray[Any], skipped: Ranges) -> Indices:
+    """The position of the k-th sample of a stream in which some ranges of positions are left out."""
+    positions = np.asarray(numbers).astype(np.int64)
+    for first, end in skipped:
+        positions = np.where(positions >= first, positions + (end - first), positions)
+    return positions
 
 
 def mix(words: Words) -> Words:

@@ -27,8 +27,8 @@ def readable(source: Source, batch: Mapping[str, Any], tokenizer: Tokenizer) -> 
         answer = [t for t in columns["labels"] if t != IGNORED]
         pairs = [(t, False) for t in prompt] + [(t, True) for t in answer]
     elif getattr(source, "masking", None) is not None or form == "huggingface":
-        ids, labels = columns.values() if len(columns) == 2 else (columns["input_ids"], columns["labels"])
-        pairs = [(t, label != IGNORED) for t, label in zip(ids, labels, strict=True)]
+        ids, labels = ("input_ids", "labels") if "labels" in columns else ("tokens", "targets")
+        pairs = [(t, label != IGNORED) for t, label in zip(columns[ids], columns[labels], strict=True)]
     else:  # each target is the token that follows
         targets = columns["targets"]
         known = [target != IGNORED for target in targets]

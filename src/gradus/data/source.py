@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradus.data.order import Indices
+from gradus.data.order import Indices, Order, Words
 from gradus.data.split import Split
 from gradus.schema.errors import unknown_name
+from gradus.schema.recipe import Shuffle
 
 if TYPE_CHECKING:
     from gradus.data.sources.options import Options
@@ -29,7 +30,10 @@ class Source(ABC):
     vocabulary: int | None = None
     classes: int | None = None
     tokenizer_hash: str | None = None  # of the tokenizer's content: another one would give the numbers another meaning
+    fingerprint: str | None = None  # of the content, where it has one: the same samples have the same anywhere
     note: str | None = None  # what was done to the data that its user should know
+    lengths: NDArray[Any] | None = None  # of all samples, where they are padded because they differ
+    pads_to_longest = False  # whether a batch is as wide as its longest sample, and not as any sample can be
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -37,6 +41,10 @@ class Source(ABC):
     @abstractmethod
     def fetch(self, indices: Indices) -> Batch:
         """These samples as one raw batch: integer arrays with leading dimension len(indices)."""
+
+    def fetch_drawn(self, indices: Indices, draws: Words) -> Batch:
+        """The same for training, with a random word for each sample: augmentation takes all its chance from there."""
+        return self.fetch(indices)
 
     @abstractmethod
     def finish(self, batch: Any, dtype: Any) -> Any:
@@ -48,6 +56,10 @@ class Source(ABC):
 
         To be asked for once: it may be put together on the spot.
         """
+        return None
+
+    def order(self, seed: int, batch: int, shuffle: Shuffle) -> Order | None:
+        """An order of its own for training in batches of `batch`, if it has one; `shuffle` is the recipe's."""
         return None
 
     def __len__(self) -> int:
@@ -63,8 +75,16 @@ class Source(ABC):
 
 
 def prepare_source(use: str, options: Mapping[str, Any]) -> None:
-    """What a source does once before it can be opened quickly: tokenise. A launcher may, else the first rank does."""
-    source_options(use, options).prepare()
+    """What a source does once before it can be opened quickly: tokenise. A launcher may, else the first rank does.
+
+    What is in the cache is compared with its digests here, once for all ranks.
+    """
+    from gradus.data.token_cache import check_content
+
+    found = source_options(use, options).prepare()
+    for prepared in found if isinstance(found, list) else [found]:
+        if prepared is not None:
+            check_content(prepared.folder)
 
 
 def open_source(use: str, options: Mapping[str, Any], split: Split, seed: int) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ Split = Literal["train", "validation"]
 # Held-out text is taken from this many places, so that it is as varied as the rest, in pieces as long as possible.
 TEXT_BLOCKS = 16
 SCATTER_KEY = stable_hash("validation split")
+LARGEST_TABLE = 2**24  # held-out samples; with more, the others are not looked up but come in random order
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,12 @@ class Part:
     length: int
     locate: Callable[[Indices], Indices]
     note: str | None = None  # how it came about, where nobody asked for it
+    drawn: Callable[[Indices], Indices] | None = None  # in place of `locate` for the first few, if those lie alike
 
     def first(self, limit: int | None) -> Part:
-        return self if limit is None else replace(self, length=min(limit, self.length))
+        if limit is None or limit >= self.length:
+            return self
+        return replace(self, length=limit, locate=self.drawn or self.locate)
 
 
 def held_out(length: int, fraction: float) -> int:
@@ -53,12 +57,38 @@ def whole(length: int) -> Part:
 
 
 def scattered(length: int, fraction: float, split: Split) -> Part:
-    """Independent samples, in random order, so that the first few of a dataset sorted by class are not of one class."""
+    """Independent samples, of which some from anywhere are held out. Those for training come as they lie.
+
+    Where only a few are taken they come in random order, so that those of a dataset sorted by class are not of one
+    class.
+    """
     held = held_out(length, fraction)
     note = f"{held} of {length} samples are held out for validation (data.validation: {fraction:g})" if held else None
-    if split == "train":
-        return Part(length - held, partial(_scatter, length, 0), note)
-    return Part(held, partial(_scatter, length, length - held), note)
+    if split == "validation":
+        return Part(held, partial(_scatter, length, length - held), note)
+    drawn = partial(_scatter, length, 0)
+    in_order = _InOrder(length, held) if held <= LARGEST_TABLE else drawn
+    return Part(length - held, in_order, note, drawn)
+
+
+@dataclass(frozen=True)
+class _InOrder:
+    """Numbers of the samples that are not held out, as they lie."""
+
+    length: int
+    held: int
+
+    def __call__(self, numbers: Indices) -> Indices:
+        return numbers + np.searchsorted(self._before, numbers, side="right")
+
+    @cached_property
+    def _before(self) -> Indices:
+        """Of each held-out sample, in order, how many others lie before it."""
+        found = np.sort(_scatter(self.length, self.length - self.held, np.arange(self.held, dtype=np.int64)))
+        return found - np.arange(self.held)
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"length": self.length, "held": self.held}  # the table is made where it is needed
 
 
 def _scatter(length: int, start: int, numbers: Indices) -> Indices:

@@ -22,6 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gradus.data.progress import Progress
+from gradus.data.shards.columns import file_digest
+from gradus.record.durable import flush
 from gradus.schema.errors import GradusError, InputError
 
 META = "meta.json"
@@ -79,6 +82,25 @@ def meta_of(entry: Path) -> dict[str, Any]:
     return meta
 
 
+class DamagedEntry(GradusError):
+    """Bytes in the cache that are not those that were written."""
+
+    kind = "damaged-data"
+
+
+def check_content(entry: Path) -> None:
+    """Every byte of an entry against the digests of its files.
+
+    For a launcher, once before ranks open it: they all map the same files, and of a large one each would read it all.
+    """
+    progress = Progress(f"checking {entry}")
+    for name, wanted in meta_of(entry).get("digests", {}).items():  # entries of earlier versions have none
+        found = file_digest(entry / name, progress).xxh3_64
+        if found != wanted:
+            message = f"{entry / name} is not as it was written: its checksum is {found}, expected {wanted}"
+            raise DamagedEntry(message, hint=f"delete {entry}; it is made again")
+
+
 def _build(folder: Path, key: str, build: Build) -> None:
     work = folder / f"{key}.{_me()}-{uuid.uuid4().hex[:8]}.tmp"
     try:
@@ -89,10 +111,14 @@ def _build(folder: Path, key: str, build: Build) -> None:
         meta = build(work)
         files = sorted(file for file in work.iterdir() if file.is_file())
         for file in files:
-            _flush(file)
-        document = {**meta, "files": {file.name: file.stat().st_size for file in files}}
+            flush(file)
+        document = {
+            **meta,
+            "files": {file.name: file.stat().st_size for file in files},
+            "digests": {file.name: file_digest(file).xxh3_64 for file in files},
+        }
         (work / META).write_text(json.dumps(document, indent=1))
-        _flush(work / META)
+        flush(work / META)
         try:
             work.rename(folder / key)
         except OSError:
@@ -110,11 +136,6 @@ def _me() -> str:
 
 def _is_alive(process: str) -> bool:
     return Path(f"/proc/{process}").exists()
-
-
-def _flush(file: Path) -> None:
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def _unwritable(folder: Path, error: OSError) -> InputError:

@@ -20,7 +20,7 @@ from gradus.data.split import Split, held_out_documents
 from gradus.data.tokenizer import Tokenizer
 from gradus.schema.errors import InputError
 
-FORMAT = 1  # of the files in the cache; another number makes them anew
+FORMAT = 3  # of the files in the cache; another number makes them anew
 BATCH_TEXTS = 512
 BATCH_CHARACTERS = 2**22
 
@@ -103,19 +103,20 @@ class _Division:
 def write_texts(
     folder: Path, files: DataFiles, fraction: float, tokenizer: Tokenizer, read: Callable[[Files], Iterator[Piece]]
 ) -> dict[str, Any]:
-    """Every document followed by the end-of-text token, in a file for each split; returns what the cache shall know."""
+    """Every document followed by the end-of-text token, in a file for each split, and where each of them begins;
+    returns what the cache shall know."""
     division = _Division.of(files, fraction)
     progress = Progress("tokenising")
     dtype = token_dtype(tokenizer.vocabulary)
     tokens: dict[str, int] = {}
-    documents: dict[str, int] = {}
+    offsets = {split: array("q", [0]) for split in ("train", "validation")}  # where documents begin, and the end
     end = np.array([tokenizer.end_of_text], dtype).tobytes()
     done = 0
     with ExitStack() as stack:
         streams: dict[str, IO[bytes]] = {}
         for split in ("train", "validation"):
             streams[split] = stack.enter_context((folder / f"{split}.tokens.bin").open("wb"))
-            tokens[split] = documents[split] = 0
+            tokens[split] = 0
         for split, of_files in division.parts:
             number = 0
             for batch in _batched(read(of_files), lambda piece: len(piece.text)):
@@ -126,10 +127,13 @@ def write_texts(
                     if piece.ends:
                         streams[to].write(end)
                         tokens[to] += 1
-                        documents[to] += 1
+                        offsets[to].append(tokens[to])
                         number += 1
                         done += 1
                 progress.say(f"{done:,} of {division.documents:,} documents, {sum(tokens.values()):,} tokens")
+    for split, values in offsets.items():
+        (folder / f"{split}.offsets.bin").write_bytes(values.tobytes())
+    documents = {split: len(values) - 1 for split, values in offsets.items()}
     return {"format": FORMAT, "dtype": dtype, "documents": documents, "tokens": tokens, **_about(tokenizer)}
 
 

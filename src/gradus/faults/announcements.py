@@ -7,11 +7,13 @@ after its device finished step b - 1, which took all ranks. A step announced fou
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal
+from typing import Literal, cast
+
+import torch.distributed as dist
 
 from gradus.parallel.world import World
 
-Action = Literal["stop", "save"]
+Action = Literal["stop", "save", "committed"]
 NOTICE_STEPS = 4
 
 
@@ -22,35 +24,47 @@ class Announcements:
         self._world = world
         self._seen = 0
         self._read_at = -1  # the boundary at which the store was last asked
-        # More than one of an action only on a rank that is behind: it may read of the next before it has come to this.
-        self._pending: dict[Action, deque[int]] = {"stop": deque(), "save": deque()}
+        # By action: at which boundary, and about what. More than one stop or save only on a rank that is behind: it may
+        # read of the next before it has come to this.
+        self._pending: dict[Action, deque[tuple[int, int]]] = {"stop": deque(), "save": deque(), "committed": deque()}
 
-    def announce(self, action: Action, step: int) -> None:
-        """On rank 0, at the boundary after `step` steps: all ranks shall act soon, at the same boundary."""
+    def announce(self, action: Action, step: int, about: int = 0) -> None:
+        """On rank 0, at the boundary after `step` steps: all ranks shall act soon, at the same boundary.
+
+        What is about something is announced each time; a stop or a save that is still to come is not announced again.
+        """
         assert self._world.leads
-        if self._pending[action]:
+        if self._pending[action] and not about:
             return
         at = step if self._world.store is None else step + NOTICE_STEPS
-        self._pending[action].append(at)
+        self._pending[action].append((at, about))
         if self._world.store is not None:
-            self._world.store.set(f"announcement-{self._seen}", f"{action} {at}")
+            self._world.store.set(f"announcement-{self._seen}", f"{action} {at} {about}")
             self._seen += 1
 
     def due(self, action: Action, step: int) -> bool:
         """Whether all ranks act at this boundary. Call at every boundary, for every action."""
+        return self.taken(action, step) is not None
+
+    def taken(self, action: Action, step: int) -> int | None:
+        """What the action that is due at this boundary is about, if one is."""
         if not self._world.leads and step != self._read_at:  # once for all actions: it is a round trip
             self._read()
             self._read_at = step
         pending = self._pending[action]
-        if not pending or pending[0] > step:
-            return False
-        pending.popleft()
-        return True
+        if not pending or pending[0][0] > step:
+            return None
+        return pending.popleft()[1]
 
     def _read(self) -> None:
         store = self._world.store
         assert store is not None
-        while store.check([f"announcement-{self._seen}"]):
-            action, at = store.get(f"announcement-{self._seen}").decode().split()
-            self._pending["stop" if action == "stop" else "save"].append(int(at))
-            self._seen += 1
+        try:
+            while store.check([f"announcement-{self._seen}"]):
+                action, at, about = store.get(f"announcement-{self._seen}").decode().split()
+                self._pending[cast(Action, action)].append((int(at), int(about)))
+                self._seen += 1
+        except dist.DistNetworkError:
+            # Under mpirun rank 0 holds the store, and may have left after the last step: nobody announces any more.
+            # If it was not the last, the next collective tells of a lost peer.
+            return

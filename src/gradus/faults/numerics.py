@@ -1,36 +1,77 @@
-"""Numerics: a loss that is no longer a number ends the run with everything needed to look into it."""
+"""Numerics: a loss that is no longer a number, told with everything needed to look into it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gradus.schema.errors import DoNotRestart
 
 SHOWN_SAMPLES = 32
+# Chosen, not measured. One sample that cannot be computed gives one bad step; a few bad neighbours, a few. More than
+# that at once, or one step in fifty over a long time, is not about single samples: the weights are on their way out.
+MOST_SKIPPED_IN_A_ROW = 5
+MOST_SKIPPED, SKIPS_WITHIN_STEPS = 20, 1000
+
+
+@dataclass(frozen=True)
+class StepData:
+    """The samples of a step, or of several that follow each other."""
+
+    positions: range  # of the stream
+    indices: list[int]  # of the dataset, in the stream's order
+
+    @property
+    def text(self) -> str:
+        shown = ", ".join(str(index) for index in self.indices[:SHOWN_SAMPLES])
+        more = f", … ({len(self.indices) - SHOWN_SAMPLES} more)" if len(self.indices) > SHOWN_SAMPLES else ""
+        last = self.positions.stop - 1
+        return f"positions {self.positions.start} to {last} of the stream, dataset indices {shown}{more}"
+
+    @property
+    def fields(self) -> dict[str, list[int]]:
+        """As events and errors have it."""
+        return {"positions": [self.positions.start, self.positions.stop - 1], "sample_indices": self.indices}
 
 
 def not_a_number(
-    *,
-    what: str,
-    value: float,
-    step: int,
-    last_good_step: int,
-    positions: range,
-    indices: list[int],
-    saved_step: int | None,
+    *, what: str, value: float, step: int, last_good_step: int, data: StepData, saved_step: int | None
 ) -> DoNotRestart:
     """The error for step `step` (counted from 1). The same data and seed would give it again: do not restart."""
-    shown = ", ".join(str(index) for index in indices[:SHOWN_SAMPLES])
-    more = f", … ({len(indices) - SHOWN_SAMPLES} more)" if len(indices) > SHOWN_SAMPLES else ""
     kept = f"the newest checkpoint is of step {saved_step}" if saved_step is not None else "there is no checkpoint yet"
     return DoNotRestart(
         f"the {what} is {value} at step {step}; the last good step is {last_good_step}, and {kept}. "
-        f"Samples of that step: positions {positions.start} to {positions.stop - 1} of the stream, "
-        f"dataset indices {shown}{more}",
-        hint="try a lower optimizer.lr, a longer optimizer.warmup or optimizer.clip=1.0; look at those samples",
+        f"Samples of that step: {data.text}",
+        hint="try a lower optimizer.lr, a longer optimizer.warmup or optimizer.clip=1.0; look at those samples; to go "
+        f"on without them: --set 'data.skip=[[{data.positions.start}, {data.positions.stop}]]'; to have that done by "
+        "itself: on_nan=skip or on_nan=rollback",
         step=step,
         last_good_step=last_good_step,
         checkpoint_step=saved_step,
-        positions=[positions.start, positions.stop - 1],
-        sample_indices=indices,
+        **data.fields,
+    )
+
+
+def too_many_skipped(steps: Sequence[int], data: StepData) -> DoNotRestart | None:
+    """The error for a run that skips (`on_nan: skip`) too often; `steps` are those it skipped, the last one now."""
+    last = [step + 1 for step in steps]  # people count from 1
+    row = last[-(MOST_SKIPPED_IN_A_ROW + 1) :]
+    in_a_row = len(row) > MOST_SKIPPED_IN_A_ROW and row[-1] - row[0] == MOST_SKIPPED_IN_A_ROW
+    lately = [step for step in last if step > last[-1] - SKIPS_WITHIN_STEPS]
+    if in_a_row:
+        told = f"{len(row)} steps in a row, {row[0]} to {row[-1]}"
+    elif len(lately) > MOST_SKIPPED:
+        told = f"{len(lately)} of the last {SKIPS_WITHIN_STEPS} steps, the last of them {lately[-1]}"
+    else:
+        return None
+    return DoNotRestart(
+        f"the loss or a gradient was no number in {told}. All of them were skipped, but that many are no matter of "
+        f"single samples. Samples of the last: {data.text}",
+        hint="try a lower optimizer.lr, a longer optimizer.warmup or optimizer.clip=1.0, and go on from an earlier "
+        "checkpoint; look at the skipped-step events for the samples of the others",
+        step=last[-1],
+        skipped_steps=lately,
+        **data.fields,
     )
 
 

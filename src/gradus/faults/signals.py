@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+from gradus.faults.stop_signals import STOP_SIGNALS
 from gradus.record.directory import RunDirectory
-from gradus.record.stop import request_stop
+from gradus.record.stop import request_stop, requested_stop
 
 SAVES = "the run saves after a few more steps"
+SECOND_INTERRUPT = "a second interrupt"  # by what a run is ended at once
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Signals:
             return
         answer = f"stopping: {self.meaning()} (Ctrl-C again ends it at once)"
         try:
-            request_stop(self.run, self.first)
+            if requested_stop(self.run) is None:  # what was asked for before stands: to be held, or to end at once
+                request_stop(self.run, self.first)
             self._answered = True
         except OSError as error:
             answer = f"the stop request cannot be written ({error.strerror}); trying again (Ctrl-C ends it at once)"
@@ -58,7 +61,7 @@ def handled(signals: Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = (signal.SIGINT, *STOP_SIGNALS)
     before = {number: signal.signal(number, signals.handle) for number in numbers}
     try:
         yield

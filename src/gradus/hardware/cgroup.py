@@ -30,6 +30,21 @@ def memory_limit(process_groups: Path = _PROCESS_GROUPS, mount: Path = _MOUNT) -
     return min(limits, default=None)
 
 
+def memory_left(process_groups: Path = _PROCESS_GROUPS, mount: Path = _MOUNT) -> int | None:
+    """Bytes of the limit that are not in use, or None without a limit. What caches can drop counts as free."""
+    left = []
+    for folder in _folders("memory", process_groups, mount):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            words = _words(folder / limit) + _words(folder / used)
+            if len(words) == 2 and words[0] != "max":
+                counted = _words(folder / "memory.stat")
+                numbers = dict(zip(counted[::2], counted[1::2], strict=False))
+                # v1 counts the groups below in `total_…` only.
+                cached = int(numbers.get("total_inactive_file", numbers.get("inactive_file", "0")))
+                left.append(int(words[0]) - int(words[1]) + cached)
+    return min(left, default=None)
+
+
 def _folders(controller: str, process_groups: Path, mount: Path) -> Iterator[Path]:
     """The group of this process and those around it: the tightest limit on the way up counts.
 

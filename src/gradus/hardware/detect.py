@@ -49,13 +49,13 @@ def detect_machine(nvml: Any = None) -> Machine:
     """Look at this machine. `nvml` stands in for the pynvml module."""
     return Machine(
         hostname=socket.gethostname(),
-        cpu_cores=_usable_cores(),
+        cpu_cores=usable_cores(),
         memory_bytes=_usable_memory(),
         **_nvidia(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")),
     )
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, int(quota)))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +12,9 @@ from typing import Any
 
 from gradus.hardware.catalogue import find_gpu, gpus_named_like
 from gradus.hardware.detect import Machine
-from gradus.schema.cluster import Cluster, GpuNumbers, Scheduler
+from gradus.hardware.slurm_command import NOT_CONFIGURED, ask
+from gradus.schema.cluster import Cluster, GpuNumbers
+from gradus.schema.scheduler import Scheduler, job_seconds
 
 _PATIENCE_SECONDS = 5.0
 _TEXT_FORMAT = "%R|%a|%D|%c|%m|%G|%l|%T"
@@ -50,6 +50,8 @@ def detect_slurm(machine: Machine | None = None, partition: str | None = None) -
     if shutil.which("sinfo") is None:
         return SlurmSite(None)
     groups, problem = _ask()
+    if problem is not None and NOT_CONFIGURED in problem:
+        return SlurmSite(None)  # its commands are here, a cluster of it is not
     if problem is not None:
         return SlurmSite(None, (f"Slurm is here but does not answer, so only this machine counts: {problem}",))
     return site_of(groups, name=_cluster_name(), machine=machine, partition=partition)
@@ -66,7 +68,9 @@ def site_of(groups: Iterable[NodeGroup], name: str, machine: Machine | None, par
         where = f"partition {partition}" if partition else "Slurm"
         return SlurmSite(None, (f"{where} has no nodes in service, so only this machine counts",))
     # Partitions often share nodes: then the one in which a job may take longest.
-    best = max(counted, key=lambda g: (g.gpus * counted[g], g.cpus * counted[g], _seconds(g.time_limit)))
+    best = max(
+        counted, key=lambda g: (g.gpus * counted[g], g.cpus * counted[g], job_seconds(g.time_limit or "unlimited"))
+    )
     idle = sum(g.nodes for g in wanted if not g.in_service and g.partition == best.partition)
     gpu, notes = _gpu(best, machine)
     if idle:
@@ -142,6 +146,11 @@ def gpus_in_gres(gres: str) -> tuple[int, str | None]:
     return count, kind
 
 
+def is_in_service(states: Iterable[str]) -> bool:
+    """Whether a node in these states takes jobs, now or when those that it has are over."""
+    return not any(_OUT_OF_SERVICE.search(_STARTED_ON_DEMAND.sub("", state)) for state in states)
+
+
 def _ask() -> tuple[list[NodeGroup], str | None]:
     """The groups, or why there are none."""
     problem = "it names no nodes"
@@ -176,16 +185,8 @@ def _with_limits(groups: list[NodeGroup]) -> list[NodeGroup]:
 
 
 def _output(command: list[str]) -> tuple[str | None, str | None]:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None, f"`{' '.join(command)}` took more than {_PATIENCE_SECONDS:.0f} s"
-    except (OSError, UnicodeDecodeError) as error:
-        return None, f"`{' '.join(command)}` cannot be run: {error}"
-    if done.returncode != 0:
-        words = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        return None, words[-1] if words else f"`{' '.join(command)}` ended with {done.returncode}"
-    return done.stdout, None
+    answer = ask(command, seconds=_PATIENCE_SECONDS)
+    return (answer.out, None) if answer.failure is None else (None, answer.failure)
 
 
 def _cluster_name() -> str:
@@ -240,8 +241,7 @@ def _group(
     partition: str, nodes: int, cpus: int, memory_mib: int, gres: str, time_limit: str | None, states: Iterable[str]
 ) -> NodeGroup:
     count, kind = gpus_in_gres(gres)
-    broken = any(_OUT_OF_SERVICE.search(_STARTED_ON_DEMAND.sub("", state)) for state in states)
-    return NodeGroup(partition, nodes, cpus, memory_mib, count, kind, time_limit, in_service=not broken)
+    return NodeGroup(partition, nodes, cpus, memory_mib, count, kind, time_limit, is_in_service(states))
 
 
 def _states(given: str | list[str]) -> list[str]:
@@ -250,17 +250,6 @@ def _states(given: str | list[str]) -> list[str]:
 
 def _limit(text: str) -> str | None:
     return None if text.lower() in ("infinite", "unlimited", "n/a") else text
-
-
-def _seconds(limit: str | None) -> float:
-    """Of days-hours:minutes:seconds, in which days and hours may be missing."""
-    if limit is None:
-        return math.inf
-    days, _, clock = limit.rpartition("-")
-    seconds = 0
-    for part in clock.split(":"):
-        seconds = 60 * seconds + int(part)
-    return 86400 * int(days or 0) + seconds
 
 
 def _limit_in_minutes(given: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,15 +15,33 @@ from gradus.checkpoint.manifest import committed_steps
 from gradus.hardware.detect import Machine, detect_machine
 from gradus.hardware.torch_build import check_torch_can_use, installed_torch
 from gradus.launcher.script import COMMAND_FILE, Script
+from gradus.launcher.slurm.standing import check_not_in_queue
 from gradus.record.directory import RunDirectory
 from gradus.record.environment import environment
-from gradus.record.lock import locked
+from gradus.record.lock import locked, release
+from gradus.record.node import node_name
 from gradus.record.status import Status, read_status, shown_state, write_status, writer_is_gone
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
+from gradus.schema.intervals import seconds_of
 from gradus.schema.recipe import Recipe
 
 STARTS_OVER = "no checkpoint: starts again from step 0"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Work that was checked as far as can be without starting it, and the files that describe an attempt at it."""
+
+    work: Recipe | Script
+    ranks: int
+    files: dict[str, str]
+    check_same_run: Callable[[RunDirectory], None]  # refuses an earlier run that this cannot go on with
+
+    @property
+    def name(self) -> str:
+        """Of its runs."""
+        return self.work.name
 
 
 @dataclass(frozen=True)
@@ -36,6 +55,7 @@ class Launch:
     cores: int
     lock: TextIO | None = None  # held until the launch is forgotten
     made_for_dry_run: tuple[Path, ...] = ()  # innermost first: what a dry run removes when it went well
+    deadline: float | None = None  # seconds since 1970 by which it must be saved and over
 
     @property
     def dry_run(self) -> bool:
@@ -51,12 +71,24 @@ class Launch:
 
     @property
     def log_path(self) -> Path:
-        return self.run.log_path(self.attempt, socket.gethostname())
+        return self.run.log_path(self.attempt, node_name())
 
     @property
     def has_own_loop(self) -> bool:
         """Whether a script reads stop requests and writes status and outcome itself; known once it has begun to."""
         return self.run.own_loop_mark(self.attempt).exists()
+
+
+def deadline_in(limit: str | None, field: str = "--time") -> float | None:
+    """The moment at which so much time is over, counted from now, in seconds since 1970."""
+    if limit is None:
+        return None
+    try:
+        return time.time() + seconds_of(limit)
+    except ValueError as error:
+        raise InputError(
+            f"{field}: found {limit!r}, allowed: {error}", field=field, found=limit, allowed=str(error)
+        ) from None
 
 
 def usable_machine() -> Machine:
@@ -73,29 +105,32 @@ def claim_run(
 ) -> tuple[RunDirectory, TextIO]:
     """A new run, or an earlier one to go on with if it passes the check; held until the file is closed."""
     if resume is None:
-        run = RunDirectory.create(runs, name, run_id)
+        left = RunDirectory(runs.absolute() / name / run_id) if run_id else None
+        run = left if left is not None and left.never_began else RunDirectory.create(runs, name, run_id)
         return run, locked(run)
     run = RunDirectory.open(resume, runs)
     check_has_attempts(run)
     lock = locked(run)
-    check_not_alive(run)
-    check(run)
+    try:
+        check_not_alive(run)
+        check(run)
+    except BaseException:
+        release(lock)  # at once: a notebook keeps the error, and with it everything that was around
+        raise
     return run, lock
 
 
 def write_attempt(run: RunDirectory, cluster: Cluster, machine: Machine, files: Mapping[str, str]) -> int:
     """A new attempt: the files that are particular to it, its cluster and its environment. The run is now running."""
-    attempt = run.new_attempt()
-    folder = run.attempt_path(attempt)
-    (folder / "cluster.yaml").write_text(cluster.to_yaml())
-    found = environment(gpus=[asdict(gpu) for gpu in machine.gpus])
-    (folder / "environment.json").write_text(json.dumps(found, indent=1))
-    for name, text in files.items():
-        (folder / name).write_text(text)
     run.stop_file.unlink(missing_ok=True)  # a request that stopped the last attempt has been answered
+    found = environment(gpus=[asdict(gpu) for gpu in machine.gpus])
+    common = {"cluster.yaml": cluster.to_yaml(), "environment.json": json.dumps(found, indent=1)}
+    attempt = run.new_attempt({**common, **files})
     before = read_status(run)
     step = before.step if before and not starts_over(run, attempt) else 0
-    write_status(run, Status("running", step, attempt=attempt, host=socket.gethostname(), pid=os.getpid()))
+    # What comes back from the queue has as many steps as before; what a person starts again may have others.
+    total = before.steps_total if before and before.state == "queued" else None
+    write_status(run, Status("running", step, total, attempt, host=socket.gethostname(), pid=os.getpid()))
     return attempt
 
 
@@ -107,8 +142,9 @@ def starts_over(run: RunDirectory, attempt: int) -> bool:
 
 
 def last_attempt(run: RunDirectory) -> Path:
+    """Where what the run is to do is described: in its newest attempt, or while it waits for its first, in its job."""
     check_has_attempts(run)
-    return run.attempt_path(run.attempts[-1])
+    return run.attempt_path(run.attempts[-1]) if run.attempts else run.job
 
 
 def is_of_a_script(run: RunDirectory) -> bool:
@@ -116,12 +152,13 @@ def is_of_a_script(run: RunDirectory) -> bool:
 
 
 def check_has_attempts(run: RunDirectory) -> None:
-    if not run.attempts:
+    if not run.attempts and not run.job.is_dir():
         raise InputError(f"{run.path}: the run has no attempt to go on from", found=str(run.path))
 
 
 def check_not_alive(run: RunDirectory) -> None:
     status = read_status(run)
+    check_not_in_queue(run, status)
     if status is not None and shown_state(status) == "running" and not writer_is_gone(status):
         raise InputError(
             f"{run.path}: the run is alive (updated {status.updated_at:%H:%M:%S} UTC, attempt {status.attempt})",

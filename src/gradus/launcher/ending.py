@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from gradus.launcher.attempt import Launch
+from gradus.launcher.job_place import read_place
 from gradus.launcher.last_words import BREAKPOINT_HINT, LastWords, last_words
 from gradus.launcher.rank_output import without_rank_lines
 from gradus.launcher.result import Result
@@ -15,6 +16,7 @@ from gradus.launcher.script import Script
 from gradus.launcher.torchrun import Death, deaths_in_log
 from gradus.record.directory import RunDirectory
 from gradus.record.events import EventWriter
+from gradus.record.goodput import run_goodput
 from gradus.record.metrics import is_evaluation, read_metrics, validation_results
 from gradus.record.outcome import read_outcome
 from gradus.record.status import Status, read_status, write_status
@@ -29,11 +31,10 @@ class Departure:
     """How the ranks left, as their launcher saw it."""
 
     return_code: int  # of torchrun
-    at_once: bool = False  # by a second interrupt, or by somebody who said `gradus runs stop --now`
+    ended_by: str | None = None  # what ended them at once: a second interrupt, or `gradus runs stop --now`
     stop_reason: str | None = None  # why the ranks of a script were sent SIGTERM
     said: Mapping[int, Sequence[str]] = field(default_factory=dict)  # the last lines of each rank
     problems: Sequence[str] = ()
-    at_once_by: str = "a second interrupt"
 
 
 def result_of(launch: Launch, departure: Departure) -> Result:
@@ -85,20 +86,27 @@ def last_validation(run: RunDirectory) -> dict[str, float]:
 
 def _rank_outcome(launch: Launch, outcome: dict[str, Any] | None, departure: Departure) -> dict[str, Any]:
     """What the ranks left for the launcher, unless they died, lost a peer that did, or failed after they wrote it."""
-    failed_late = bool(outcome and not outcome.get("error") and departure.return_code and not departure.at_once)
+    failed_late = bool(outcome and not outcome.get("error") and departure.return_code and not departure.ended_by)
     if failed_late and launch.script is not None and _only_aborted(_deaths(launch)):
         failed_late = False  # an own loop leaves through torch's end of a process, whose threads abort now and then
     if outcome is not None and not failed_late and (outcome.get("error") or {}).get("kind") != "lost-peer":
         return outcome
-    if departure.at_once:
-        died: dict[str, Any] | None = _interrupted(departure.at_once_by)
+    if departure.ended_by:
+        died: dict[str, Any] | None = _interrupted(departure.ended_by)
     else:
-        died = next((death.document() for death in _deaths(launch)), None)
+        words = {rank: last_words(lines) for rank, lines in departure.said.items()}
+        deaths = _deaths(launch)
+        if outcome is not None and not failed_late:  # of those that lost a peer, none is the one that was lost
+            deaths = [death for death in deaths if _is_a_cause(death, words)]
+        died = next((death.document() for death in deaths), None)
     if outcome is not None and died is None and not failed_late:
         return outcome
     after = f"after rank 0 had {outcome['state']}" if outcome and failed_late else "and no outcome"
     error = died or _launch_failed(launch, departure, after)
-    return {**(outcome or {}), "state": "failed", "exit_code": EXIT_FAILED, "error": error}
+    # torchrun leaves with 1 whatever its ranks do: this code is from before it, such as of an image without a torch.
+    refused = died is None and outcome is None and departure.return_code == EXIT_DO_NOT_RESTART
+    exit_code = EXIT_DO_NOT_RESTART if refused else EXIT_FAILED
+    return {**(outcome or {}), "state": "failed", "exit_code": exit_code, "error": error}
 
 
 def _interrupted(by: str) -> dict[str, Any]:
@@ -111,8 +119,8 @@ def _only_aborted(deaths: Sequence[Death]) -> bool:
 
 def _script_outcome(launch: Launch, script: Script, departure: Departure) -> dict[str, Any]:
     """How a script ended that says nothing of itself but its exit codes."""
-    if departure.at_once:
-        return {"state": "failed", "exit_code": EXIT_FAILED, "error": _interrupted(departure.at_once_by)}
+    if departure.ended_by:
+        return {"state": "failed", "exit_code": EXIT_FAILED, "error": _interrupted(departure.ended_by)}
     if departure.stop_reason is not None:  # whatever it made of it
         return {"state": "stopped", "exit_code": EXIT_STOPPED, "reason": departure.stop_reason}
     if departure.return_code == 0:
@@ -122,7 +130,7 @@ def _script_outcome(launch: Launch, script: Script, departure: Departure) -> dic
     if death is None:
         return {
             "state": "failed",
-            "exit_code": EXIT_FAILED,
+            "exit_code": EXIT_DO_NOT_RESTART if departure.return_code == EXIT_DO_NOT_RESTART else EXIT_FAILED,
             "error": _launch_failed(launch, departure, "and torchrun does not say which failed first"),
         }
     if death.exit_code == EXIT_STOPPED:
@@ -135,13 +143,13 @@ def _script_outcome(launch: Launch, script: Script, departure: Departure) -> dic
 
 def _first_cause(deaths: Sequence[Death], words: Mapping[int, LastWords]) -> Death | None:
     """The rank that failed by itself. torchrun looks ten times a second and may find several dead at once."""
+    return next((death for death in deaths if _is_a_cause(death, words)), deaths[0] if deaths else None)
 
-    def is_a_cause(death: Death) -> bool:
-        said = words.get(death.rank)
-        lost_a_peer = said is not None and said.lost_a_peer and death.signal in _WITH_WORDS
-        return death.signal != "SIGTERM" and not lost_a_peer
 
-    return next((death for death in deaths if is_a_cause(death)), deaths[0] if deaths else None)
+def _is_a_cause(death: Death, words: Mapping[int, LastWords]) -> bool:
+    said = words.get(death.rank)
+    lost_a_peer = said is not None and said.lost_a_peer and death.signal in _WITH_WORDS
+    return death.signal != "SIGTERM" and not lost_a_peer
 
 
 def _script_error(death: Death, words: LastWords, script: Script) -> dict[str, Any]:
@@ -158,12 +166,24 @@ def _script_error(death: Death, words: LastWords, script: Script) -> dict[str, A
 
 
 def _deaths(launch: Launch) -> list[Death]:
-    if not launch.log_path.exists():
-        return []
-    return deaths_in_log(without_rank_lines(launch.log_path.read_text(errors="replace")))
+    """Of all nodes: each has a log under its name, and says there when a rank of it died.
+
+    In a job it has the name that the scheduler knows it by.
+    """
+    logs = sorted(launch.log_path.parent.glob("*.log"))
+    of_a_job = read_place(launch.run, launch.attempt) is not None
+    found = [
+        replace(death, node=log.stem if of_a_job else death.node)
+        for log in logs
+        for death in deaths_in_log(without_rank_lines(log.read_text(errors="replace")))
+    ]
+    return sorted(found, key=lambda death: (not death.was_killed, death.at))
 
 
 def _launch_failed(launch: Launch, departure: Departure, after: str) -> dict[str, Any]:
+    if departure.return_code == EXIT_DO_NOT_RESTART:
+        message = "a node refused to start any rank, and says why in the job's output"
+        return {"kind": "do-not-restart", "message": message, "hint": f"see {launch.run.job}"}
     return {
         "kind": "launch-failed",
         "message": f"the ranks left with exit code {departure.return_code} {after}",
@@ -174,8 +194,13 @@ def _launch_failed(launch: Launch, departure: Departure, after: str) -> dict[str
 def _settle_status(run: RunDirectory, state: Any, message: str | None) -> Status | None:
     """The final status. Rank 0 may not have lived to write it, or may know only that it lost a peer."""
     status = read_status(run)
+    if status is not None:
+        # Rank 0 cannot know it: the end of an attempt is part of the time that was allocated.
+        goodput = run_goodput(run, until=datetime.now(timezone.utc), running=status.attempt).share
+        status = replace(status, goodput=goodput)
     if status is not None and (status.state == "running" or message is not None):
         status = replace(status, state=state, last_error=message, updated_at=datetime.now(timezone.utc))
+    if status is not None:
         write_status(run, status)
     return status
 

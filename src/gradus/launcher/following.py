@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,9 +11,11 @@ from datetime import datetime, timezone
 from typing import TextIO
 
 from gradus.faults.signals import SAVES, Signals, handled
+from gradus.faults.silence import Silence
 from gradus.launcher.attempt import STARTS_OVER, Launch, starts_over
 from gradus.record.display import Display
 from gradus.record.events import EventWriter, Messages, rank_writer
+from gradus.record.node import node_name
 from gradus.record.status import read_status, write_status
 from gradus.record.tensorboard import TensorBoardExporter
 
@@ -51,6 +52,7 @@ class Following:
         self._messages = Messages(launch.run, rank_writer(launch.attempt))
         self._beat = Beat(launch) if launch.script else None
         self.signals = Signals(launch.run, self.say)
+        self.silence = Silence(launch.run, launch.attempt, launch.recipe, launch.ranks)
         if launch.script:
             self.signals.meaning = lambda: SAVES if launch.has_own_loop else SCRIPT_IS_TOLD
 
@@ -87,7 +89,7 @@ def following(
     run, ranks = launch.run, launch.ranks
     events = EventWriter(run, f"launcher-attempt-{launch.attempt}")
     command = {"command": launch.script.text} if launch.script else {}
-    events.write("launch", attempt=launch.attempt, ranks=ranks, node=socket.gethostname(), **command)
+    events.write("launch", attempt=launch.attempt, ranks=ranks, node=node_name(), **command)
     events.close()
     steps = launch.recipe.steps if launch.recipe else None
     if launch.script:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from gradus.faults.children import children_of
+from gradus.record.process import environment_of, processes
 from gradus.record.variables import ATTEMPT, RUN
 
 _SWEEPER = "gradus.launcher.sweeper"
@@ -23,39 +25,32 @@ def marks(run: Path, attempt: int) -> dict[str, str]:
     return {RUN: str(run), ATTEMPT: str(attempt)}
 
 
-def attempt_processes(run: Path, attempt: int) -> list[int]:
-    """All processes of an attempt: torchrun, ranks, their loader workers and whatever else they started."""
-    wanted = {f"{name}={value}" for name, value in marks(run, attempt).items()}
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # processes come and go, and some are not ours to read
-            if wanted <= set(_environment(process)):
-                found.append(int(process.name))
+def attempt_processes(run: Path, attempt: int, node: str | None = None, *, rank: int | None = None) -> list[int]:
+    """All processes of an attempt here: torchrun, ranks, their loader workers and whatever else they started.
+
+    With `node`, only those of that node of Slurm: one machine can be several. With `rank`, only those of one rank.
+    """
+    wanted = marks(run, attempt)
+    wanted |= {"SLURMD_NODENAME": node} if node else {}
+    wanted |= {"RANK": str(rank)} if rank is not None else {}
+    found = [process.pid for process in processes() if wanted.items() <= environment_of(process.pid).items()]
     return [pid for pid in found if pid != os.getpid()]
 
 
 def rank_processes(torchrun: int) -> dict[int, int]:
     """Rank -> process id of the ranks that a torchrun has started and that are alive."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(parent) != torchrun or state == "Z":
-                continue
-            rank = next((v.removeprefix("RANK=") for v in _environment(process) if v.startswith("RANK=")), None)
-            if rank is not None:
-                found[int(rank)] = int(process.name)
-    return found
+    ranks = {pid: environment_of(pid).get("RANK") for pid in children_of(torchrun)}
+    return {int(rank): pid for pid, rank in ranks.items() if rank is not None}
 
 
-def kill_left_over(run: Path, attempt: int) -> list[int]:
-    """Kill what is left of an attempt.
+def kill_left_over(run: Path, attempt: int, node: str | None = None, *, rank: int | None = None) -> list[int]:
+    """Kill what is left of an attempt, of a node of it, or of one rank.
 
     torchrun forgets ranks that it was just starting when a signal ended it, and a killed torchrun leaves them all.
     """
     killed: list[int] = []
     for _ in range(_TRIES):  # one that is just being forked is found the next time
-        found = attempt_processes(run, attempt)
+        found = attempt_processes(run, attempt, node, rank=rank)
         if not found:
             break
         for pid in found:
@@ -67,7 +62,7 @@ def kill_left_over(run: Path, attempt: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def swept(run: Path, attempt: int) -> Iterator[int]:
+def swept(run: Path, attempt: int, node: str | None = None) -> Iterator[int]:
     """Nothing of the attempt is alive after this, even if this process and torchrun are both killed meanwhile.
 
     The file descriptor is to be passed on to torchrun: a small process of its own kills what is left of the attempt
@@ -76,7 +71,7 @@ def swept(run: Path, attempt: int) -> Iterator[int]:
     reading, writing = os.pipe()
     try:
         sweeper = subprocess.Popen(
-            [sys.executable, "-m", _SWEEPER, str(run), str(attempt)],
+            [sys.executable, "-m", _SWEEPER, str(run), str(attempt), *([node] if node else [])],
             stdin=reading,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -88,13 +83,9 @@ def swept(run: Path, attempt: int) -> Iterator[int]:
         yield writing
     finally:
         os.close(writing)
-        kill_left_over(run, attempt)
+        kill_left_over(run, attempt, node)
         try:
             sweeper.wait(_SWEEPER_SECONDS)
         except subprocess.TimeoutExpired:
             sweeper.kill()
             sweeper.wait()
-
-
-def _environment(process: Path) -> list[str]:
-    return (process / "environ").read_bytes().decode(errors="replace").split("\0")

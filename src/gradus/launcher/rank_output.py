@@ -48,8 +48,9 @@ class _Followed:
 class RankOutput:
     """Reads what ranks print from the files that torchrun gives them, while they work. Call `poll` often."""
 
-    def __init__(self, folder: Path, ranks: int, log: BinaryIO) -> None:
+    def __init__(self, folder: Path, ranks: int, log: BinaryIO, first_rank: int = 0) -> None:
         self._folder = folder
+        self._first_rank = first_rank
         self._ranks = ranks
         self._log = log
         self._followed: dict[tuple[int, Stream], _Followed] = {}
@@ -90,7 +91,7 @@ class RankOutput:
     def _find(self) -> None:
         for path in self._folder.glob("*/attempt_0/*/std*.log"):
             stream: Stream = "stdout" if path.stem == "stdout" else "stderr"
-            self._followed.setdefault((int(path.parent.name), stream), _Followed(path))
+            self._followed.setdefault((self._first_rank + int(path.parent.name), stream), _Followed(path))
 
     def _take(self, rank: int, stream: Stream, followed: _Followed, data: bytes, shown: bool = True) -> None:
         if rank == 0 and shown:

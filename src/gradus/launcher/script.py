@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,8 @@ from typing import Any, Literal
 
 from gradus.record import strict_json
 from gradus.record.environment import mask_secrets
-from gradus.schema.errors import InputError, nearest
+from gradus.record.variables import ARGUMENTS
+from gradus.schema.errors import DoNotRestart, InputError, nearest
 
 COMMAND_FILE = "command.json"
 _FIELD = "-- SCRIPT"
@@ -56,6 +58,19 @@ class Script:
             return ["--no-python", os.path.abspath(self.directory / self.target), *self.arguments]
         return [*(["--module"] if self.kind == "module" else []), self.target, *self.arguments]
 
+    @property
+    def command(self) -> list[str]:
+        """What a rank runs, without anybody's help."""
+        if self.kind == "executable":
+            return [os.path.abspath(self.directory / self.target), *self.arguments]
+        return [sys.executable, "-u", *(["-m"] if self.kind == "module" else []), self.target, *self.arguments]
+
+    @property
+    def unrecorded(self) -> dict[str, str]:
+        """What processes on other nodes need in their environment to know the arguments that no file has."""
+        is_all_recorded = mask_secrets(self.arguments) == list(self.arguments)
+        return {} if is_all_recorded else {ARGUMENTS: json.dumps(self.arguments)}
+
     def to_json(self) -> str:
         masked = mask_secrets(self.arguments)
         document = {
@@ -73,6 +88,20 @@ class Script:
         document = strict_json.decode(path.read_bytes())
         known: dict[str, Any] = {**document, "arguments": tuple(document["arguments"])}
         return cls(**{**known, "directory": Path(document["directory"])})
+
+    @classmethod
+    def of_job(cls, path: Path) -> Script:
+        """As a process of a job has it: from its file, and from its environment what is not recorded."""
+        script = cls.load(path)
+        if not script.secrets_left_out:
+            return script
+        if ARGUMENTS not in os.environ:
+            raise DoNotRestart(
+                f"the command has arguments that look like secrets: {script.text}. No file has those, and the job's "
+                "environment, in which they are handed on, has not come along",
+                hint="leave out scheduler.export, or add ALL to it; or have the script read them from a file",
+            )
+        return replace(script, arguments=tuple(json.loads(os.environ[ARGUMENTS])), secrets_left_out=False)
 
 
 def script_from(command: Sequence[str], directory: Path | None = None) -> Script:

@@ -6,9 +6,19 @@ from pathlib import Path
 
 from gradus.hardware.cluster import detect_cluster
 from gradus.hardware.detect import Machine
-from gradus.launcher.attempt import Launch, claim_run, is_of_a_script, last_attempt, usable_machine, write_attempt
+from gradus.launcher.attempt import (
+    Launch,
+    Prepared,
+    claim_run,
+    is_of_a_script,
+    last_attempt,
+    usable_machine,
+    write_attempt,
+)
 from gradus.launcher.script import COMMAND_FILE, Script, with_ranks
-from gradus.record.directory import RunDirectory
+from gradus.launcher.slurm.step import cluster_of, other_nodes, ranks_of
+from gradus.launcher.together import started_together
+from gradus.record.directory import CHANGED_DATA_MARK, RunDirectory
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 
@@ -24,15 +34,26 @@ def prepare_script(
     runs: Path = Path("runs"),
     run_id: str | None = None,
     resume: str | None = None,
+    accept_changed_data: bool = False,
 ) -> Launch:
     """An attempt at a script."""
-    machine = usable_machine()
-    ranks = nproc or max(1, len(machine.gpus))
-    _check_ranks(machine, ranks)
-    script = with_ranks(script, ranks)
-    run, lock = claim_run(runs, script.name, run_id, resume, lambda run: _check_same_run(run, script))
-    attempt = write_attempt(run, cluster or detect_cluster(machine), machine, {COMMAND_FILE: script.to_json()})
-    return Launch(run, attempt, script, ranks, machine.cpu_cores, lock)
+    machine, nodes = usable_machine(), other_nodes()
+    if nodes is not None:
+        cluster = cluster or cluster_of(nodes, machine)
+        ranks = ranks_of(nodes, nproc, cluster)
+    else:
+        ranks = nproc or max(1, len(machine.gpus))
+        _check_ranks(machine, ranks, cluster.nodes if cluster and started_together() else 1)
+    prepared = prepared_script(with_ranks(script, ranks), accept_changed_data)
+    run, lock = claim_run(runs, prepared.name, run_id, resume, prepared.check_same_run)
+    attempt = write_attempt(run, cluster or detect_cluster(machine), machine, prepared.files)
+    return Launch(run, attempt, prepared.work, ranks, machine.cpu_cores, lock)
+
+
+def prepared_script(script: Script, accept_changed_data: bool = False) -> Prepared:
+    """A script that was checked, with the number of its ranks, and the files of an attempt at it."""
+    files = {COMMAND_FILE: script.to_json(), **({CHANGED_DATA_MARK: ""} if accept_changed_data else {})}
+    return Prepared(script, script.ranks, files, lambda run: _check_same_run(run, script))
 
 
 def recorded_script(run: RunDirectory) -> Script:
@@ -53,9 +74,10 @@ def recorded_script(run: RunDirectory) -> Script:
     return script
 
 
-def _check_ranks(machine: Machine, ranks: int) -> None:
+def _check_ranks(machine: Machine, ranks: int, nodes: int = 1) -> None:
+    """`nodes` like this machine."""
     gpus, cores = len(machine.gpus), machine.cpu_cores
-    most = gpus or _MOST_RANKS_PER_CORE * cores
+    most = nodes * (gpus or _MOST_RANKS_PER_CORE * cores)
     if ranks > most:
         has = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"no GPU and {cores} core{'s' if cores > 1 else ''}"
         raise InputError(

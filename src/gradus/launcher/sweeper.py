@@ -11,4 +11,4 @@ from gradus.launcher.processes import kill_left_over
 if __name__ == "__main__":
     while os.read(0, 1):  # the other end is held by those two alone: at its end of file both are gone
         pass
-    kill_left_over(Path(sys.argv[1]), int(sys.argv[2]))
+    kill_left_over(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -13,13 +13,25 @@ from typing import Any
 
 from gradus.schema.recipe import Recipe
 
+LOOPBACK = "127.0.0.1"
 
-def torchrun_command(ranks: int, port: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """One node, static rendezvous on loopback, no restarts: a restart is a new launch."""
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the nodes of an attempt meet: at a port of the first one. Nobody guesses who that is."""
+
+    port: int
+    address: str
+    nodes: int = 1
+    node: int = 0  # this one
+
+
+def torchrun_command(ranks: int, meeting: Meeting, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """The ranks of one node, static rendezvous, no restarts: a restart is a new launch."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0"),
-        *("--master-addr=127.0.0.1", f"--master-port={port}"),
+        *(f"--nnodes={meeting.nodes}", f"--node-rank={meeting.node}", f"--nproc-per-node={ranks}", "--max-restarts=0"),
+        *(f"--master-addr={meeting.address}", f"--master-port={meeting.port}"),
         *options,
         *program,
     ]
@@ -57,6 +69,12 @@ class Death:
     rank: int
     node: str | None
     exit_code: int
+    at: str = ""  # in text that sorts as time does, to the second
+
+    @property
+    def was_killed(self) -> bool:
+        """By a signal from outside, which no peer's end explains: neither torchrun's own nor that of an abort."""
+        return self.signal is not None and self.signal not in ("SIGTERM", "SIGHUP", "SIGABRT")
 
     @property
     def signal(self) -> str | None:
@@ -103,4 +121,5 @@ def _death(entry: str) -> Death | None:
     host = re.search(r"host\s*:\s*(\S+)", entry)
     if not (rank and code):
         return None
-    return Death(int(rank[1]), host[1] if host else None, int(code[1]))
+    at = re.search(r"time\s*:\s*(\S+)", entry)
+    return Death(int(rank[1]), host[1] if host else None, int(code[1]), at[1] if at else "")

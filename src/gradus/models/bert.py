@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradus.models.documents import given, positions_in
 from gradus.models.flops import FORWARD_AND_BACKWARD
 from gradus.models.initialise import BareLayers, init_transformer
 from gradus.models.layers import Attention, GeluMLP, LayerNorm, every_position, require_length, text_tensor_plan
@@ -27,10 +28,11 @@ class Embedding(nn.Module):
         self.norm = LayerNorm(settings.width, eps=settings.norm_eps)
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, tokens: Tensor, token_types: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, token_types: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         require_length(length, self.context)
-        positions = self.positions(length, tokens.device) + self.position_offset
+        places = self.positions(length, tokens.device) if documents is None else positions_in(documents)
+        positions = places + self.position_offset
         types = torch.zeros_like(positions) if token_types is None else token_types
         x = self.token(tokens) + self.position(positions) + self.token_type(types)
         y: Tensor = self.dropout(self.norm(x))
@@ -48,8 +50,9 @@ class PostNormBlock(nn.Module):
         self.mlp_norm = LayerNorm(settings.width, eps=settings.norm_eps)
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attention_norm(x + self.dropout(self.attention(x)))
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        # By name: tensor parallelism changes what is given by position.
+        x = self.attention_norm(x + self.dropout(self.attention(x, **given(documents=documents))))
         y: Tensor = self.mlp_norm(x + self.dropout(self.mlp(x)))
         return y
 
@@ -87,11 +90,16 @@ class BERT(nn.Module):
         init_transformer(self, drawn_on=drawn_on)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, token_types: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        token_types: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | LossOutput:
-        x = self.embedding(tokens, token_types)
+        """With `documents`, the number of the document of each token, each document is by itself."""
+        x = self.embedding(tokens, token_types, **given(documents=documents))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, **given(documents=documents))
         result: Tensor | LossOutput = self.head(x, targets)
         return result
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gradus.models.documents import given, positions_in
 from gradus.models.experts import Experts, MixtureOfExperts, Router, collected_routings
 from gradus.models.flops import FORWARD_AND_BACKWARD
 from gradus.models.initialise import BareLayers, fill_tables, init_transformer
@@ -112,12 +113,13 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(settings.context, settings.width) if learned else None
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         require_length(length, self.context)
         x = self.token(tokens)
         if self.position is not None:
-            x = x + self.position(self.positions(length, tokens.device))
+            positions = self.positions(length, tokens.device) if documents is None else positions_in(documents)
+            x = x + self.position(positions)
         y: Tensor = self.dropout(x)
         return y
 
@@ -157,11 +159,14 @@ class GPT(nn.Module):
             if isinstance(layer, Router):
                 layer.reset_bias()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
-        x = self.embedding(tokens)
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor | LossOutput:
+        """With `documents`, the number of the document of each token, each document is by itself."""
+        x = self.embedding(tokens, **given(documents=documents))
         with collected_routings(self.blocks) as routings:
             for block in self.blocks:
-                x = block(x)
+                x = block(x, **given(documents=documents))
         result: Tensor | LossOutput = self.head(x, targets)
         if routings and isinstance(result, LossOutput):
             balance = sum(mixture.balance_loss(routing) for mixture, routing in routings)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradus.models.huggingface_documents import keywords_for
 from gradus.models.huggingface_settings import HuggingFaceSettings, read_config, task_of
 from gradus.models.layers import require_length
 from gradus.models.output import classification_loss
@@ -191,7 +192,8 @@ def _derived(kind: type[nn.Module]) -> type[nn.Module]:
 def _signature(kind: type[nn.Module]) -> inspect.Signature:
     """Of the class itself, which `generate` looks at, and our own keys besides."""
     own = inspect.signature(kind.forward)
-    ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ("tokens", "targets")]
+    keys = ("tokens", "targets", "documents")
+    ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in keys]
     parameters = list(own.parameters.values())
     last = parameters[-1:] if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else []
     return own.replace(parameters=[*parameters[: len(parameters) - len(last)], *ours, *last])
@@ -215,6 +217,9 @@ def _logits(
     config: Any = model.config
     if inputs.is_floating_point():
         return kind.forward(model, pixel_values=inputs, **others).logits  # type: ignore[no-any-return]
+    documents = others.pop("documents", None)
+    if documents is not None:
+        others |= keywords_for(model, documents)
     context: Any = model.gradus_context
     if context is not None:
         require_length(inputs.shape[1], context)

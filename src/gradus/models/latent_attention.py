@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gradus.models.documents import given
 from gradus.models.layers import RMSNorm, Rotary, attend
 
 
@@ -49,7 +50,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(kv_rank, eps=norm_eps)
         self.out = nn.Linear(heads * value_width, width, bias=bias)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
+    def forward(self, x_btd: Tensor, documents: Tensor | None = None) -> Tensor:
         plain_width, rotary_width = self.parts
         narrow = x_btd if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x_btd))
         q_bhtd = self.q_up(narrow).unflatten(-1, (-1, plain_width + rotary_width)).transpose(1, 2)
@@ -58,10 +59,11 @@ class LatentAttention(nn.Module):
         latent_btr, shared_btd = self.kv_down(x_btd).split([self.kv_rank, rotary_width], dim=-1)
         kv_bhtd = self.kv_up(self.kv_norm(latent_btr)).unflatten(-1, (q_bhtd.shape[1], -1)).transpose(1, 2)
         k_plain, v = kv_bhtd.split([plain_width, kv_bhtd.shape[-1] - plain_width], dim=-1)
-        k_rotary = self.rotary(shared_btd.unsqueeze(1)).expand(-1, q_bhtd.shape[1], -1, -1)
+        k_rotary = self.rotary(shared_btd.unsqueeze(1), documents).expand(-1, q_bhtd.shape[1], -1, -1)
 
-        q = torch.cat((q_plain, self.rotary(q_rotary)), dim=-1)
+        q = torch.cat((q_plain, self.rotary(q_rotary, documents)), dim=-1)
         k = torch.cat((k_plain, k_rotary), dim=-1)
-        mixed_bhtd = self.attend(q, k, v, causal=True, dropout=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        mixed_bhtd = self.attend(q, k, v, causal=True, dropout=dropout, **given(documents_bt=documents))
         mixed_btd: Tensor = self.out(mixed_bhtd.transpose(1, 2).flatten(2))
         return mixed_btd

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradus.models.documents import attend_inside, given, positions_in
 from gradus.schema.errors import InputError
 
 
@@ -59,15 +60,28 @@ class Rotary(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, x_bhtd: Tensor) -> Tensor:
-        positions = self.positions(x_bhtd.shape[-2], x_bhtd.device)
+    def forward(self, x_bhtd: Tensor, documents_bt: Tensor | None = None) -> Tensor:
+        if documents_bt is None:
+            positions = self.positions(x_bhtd.shape[-2], x_bhtd.device)
+        else:
+            positions = positions_in(documents_bt).unsqueeze(1)  # alike in all heads
         cos, sin = self.cos[positions], self.sin[positions]
         a, b = x_bhtd.chunk(2, dim=-1)
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_bhtd.dtype)
 
 
-def attend(q_bhtd: Tensor, k_bhtd: Tensor, v_bhtd: Tensor, *, causal: bool, dropout: float) -> Tensor:
+def attend(
+    q_bhtd: Tensor,
+    k_bhtd: Tensor,
+    v_bhtd: Tensor,
+    *,
+    causal: bool,
+    dropout: float,
+    documents_bt: Tensor | None = None,
+) -> Tensor:
     """Softmax attention; where there are fewer key-value heads than heads, each of them serves a group of them."""
+    if documents_bt is not None:
+        return attend_inside(q_bhtd, k_bhtd, v_bhtd, documents_bt, causal=causal, dropout=dropout)
     grouped = k_bhtd.shape[1] != q_bhtd.shape[1]
     return F.scaled_dot_product_attention(
         q_bhtd, k_bhtd, v_bhtd, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
@@ -101,7 +115,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
 
-    def forward(self, x_btd: Tensor) -> Tensor:
+    def forward(self, x_btd: Tensor, documents: Tensor | None = None) -> Tensor:
         queries = self.heads // self.kv_heads
         # As many groups as there are: a rank may hold only some of them.
         grouped_btgnd = self.qkv(x_btd).unflatten(-1, (-1, queries + 2, self.head_width))
@@ -109,8 +123,9 @@ class Attention(nn.Module):
             part_btgnd.flatten(2, 3).transpose(1, 2) for part_btgnd in grouped_btgnd.split([queries, 1, 1], dim=-2)
         )
         if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
-        mixed_bhtd = self.attend(q, k, v, causal=self.causal, dropout=self.dropout if self.training else 0.0)
+            q, k = self.rotary(q, documents), self.rotary(k, documents)
+        dropout = self.dropout if self.training else 0.0
+        mixed_bhtd = self.attend(q, k, v, causal=self.causal, dropout=dropout, **given(documents_bt=documents))
         mixed_btd: Tensor = self.out(mixed_bhtd.transpose(1, 2).flatten(2))
         return mixed_btd
 
@@ -150,8 +165,9 @@ class PreNormBlock(nn.Module):
         self.mlp = mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        # By name: tensor parallelism changes what is given by position.
+        x = x + self.dropout(self.attention(self.attention_norm(x), **given(documents=documents)))
         y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return y
 

@@ -73,11 +73,30 @@ def apply_context(model: nn.Module, world: World, plan: Plan) -> None:
         )
     mesh = world.submesh("context")
     # In collectives and kernels there is nothing for a compiler to fuse, and some of this it cannot trace.
-    attend = torch.compiler.disable(_attention(plan, world.device, mesh))  # type: ignore[no-untyped-call]
+    attend = torch.compiler.disable(_of_whole_sequences(_attention(plan, world.device, mesh)))  # type: ignore[no-untyped-call]
     for module in attention:
         setattr(module, "attend", attend)  # noqa: B010  (for mypy, modules hold tensors)
     for module in positioned:
         setattr(module, "positions", partial(positions_of, world.place.context, ways))  # noqa: B010
+
+
+def _of_whole_sequences(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same attention, and a refusal of sequences that are several documents."""
+
+    def checked(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float, documents_bt: Tensor | None = None
+    ) -> Tensor:
+        if documents_bt is not None:
+            raise InputError(
+                "plan.mesh.context: the batch has several documents in a sequence, which ranks that share it do not "
+                "keep apart",
+                hint="use plan.mesh.context=1, or data without `documents`",
+                field="plan.mesh.context",
+                allowed=1,
+            )
+        return attend(q, k, v, causal=causal, dropout=dropout)
+
+    return checked
 
 
 def split_sequence(inputs: Any, world: World) -> Any:

@@ -28,6 +28,28 @@ def micro_batches_fit(plan: Plan) -> bool:
     return count % max(1, count // stages) == 0
 
 
+# --- sequences of many lengths
+
+
+def widths_of_batches(case: Case) -> InputError | None:
+    plan, window = case.plan, case.recipe.data.group_by_length
+    sliced = {
+        "pipeline": plan.mesh.pipeline > 1,  # stages send each other tensors whose sizes they know beforehand
+        "context": plan.mesh.context > 1,
+        "tensor (with sequence_parallel)": plan.mesh.tensor > 1 and plan.sequence_parallel,
+    }
+    split = next((name for name, found in sliced.items() if found), None)
+    if window is None or split is None:
+        return None
+    return refused(
+        "data.group_by_length",
+        window,
+        f"batches are then as wide as their longest sample, and {split} wants all of them alike",
+        allowed="nothing",
+        hint="use plan.mesh.shard or plan.mesh.replicate, or leave data.group_by_length out",
+    )
+
+
 # --- tensor
 
 
@@ -198,6 +220,18 @@ def context_capacity(case: Case) -> InputError | None:
         "and no rank sees a whole one",
         allowed=1,
         hint="leave out model.capacity_factor: no token is dropped then",
+    )
+
+
+def context_packing(case: Case) -> InputError | None:
+    if case.plan.mesh.context == 1 or not case.recipe.data.packs:
+        return None
+    return refused(
+        "plan.mesh.context",
+        case.plan.mesh.context,
+        "data.packing is true: ranks that share a sequence do not keep the documents in it apart",
+        allowed=1,
+        hint="use plan.mesh.shard or plan.mesh.tensor in place of context, or data.packing=false",
     )
 
 

@@ -250,6 +250,7 @@ def _ranks_sharing_a_gpu(case: Case) -> InputError | None:
 
 RULES: dict[str, Rule] = {
     "own loop, pipeline": _own_loop_pipeline,
+    "group_by_length, slices": split_rules.widths_of_batches,
     "tensor, no plan for the layers": split_rules.tensor_without_plan,
     "tensor does not divide": split_rules.tensor_divides,
     "tensor_plan, unknown style": split_rules.tensor_styles,
@@ -261,6 +262,7 @@ RULES: dict[str, Rule] = {
     "context does not divide": split_rules.context_length,
     "context, ring": split_rules.context_ring,
     "context, capacity of experts": split_rules.context_capacity,
+    "context, packing": split_rules.context_packing,
     "context, mean of a loss": split_rules.context_loss,
     "pipeline, model": split_rules.pipeline_model,
     "pipeline, no loss": split_rules.pipeline_loss,

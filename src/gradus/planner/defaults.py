@@ -85,6 +85,8 @@ def check_ranks(recipe: Recipe, cluster: Cluster, world_size: int, nproc: int | 
         gpus, shared = cluster.nodes * cluster.gpus_per_node, recipe.plan.ranks_per_gpu
         has = f"{gpus}" if shared == 1 else f"{gpus}, which take {room} with plan.ranks_per_gpu {shared}"
         hint = 'to train on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""'
+        if cluster.scheduler.kind == "slurm":  # whose nodes do not see what is set here
+            hint = f"use --nproc {cluster.gpus_per_node * shared}, or more --nodes"
         if nproc is None:
             hint = f"for {room} ranks: plan.mesh={' or '.join(m.flow() for m in recipe.plan.mesh.nearest(room))}"
         raise InputError(
@@ -111,10 +113,7 @@ def _default_plan(recipe: Recipe, cluster: Cluster, world_size: int, own_loop: b
     split = {name: value for name, (value, _) in chosen.items()} | fixed
     chosen |= surroundings(recipe, cluster, Plan(**split))
 
-    values = {name: value for name, (value, _) in chosen.items()} | fixed
-    if values["checkpoint_every"] == "auto":
-        values["checkpoint_every"] = "10m"
-    plan = Plan(**values)
+    plan = Plan(**({name: value for name, (value, _) in chosen.items()} | fixed))
     plan.check(recipe.batch, world_size)
     check_supported(case_of(recipe, cluster, plan, own_loop))
     return Choice(plan, reasons_of(chosen, recipe))
@@ -146,7 +145,9 @@ def surroundings(recipe: Recipe, cluster: Cluster, split: Plan) -> dict[str, Cho
         f"{cores} core{'s' if cores > 1 else ''} for each rank, one of them for the rank itself",
     )
     every = recipe.checkpoint.every
-    chosen["checkpoint_every"] = (every, "from the recipe") if every not in (None, "auto") else ("10m", "default")
+    chosen["checkpoint_every"] = ("10m", "default") if every is None else (every, "from the recipe")
+    if every == "auto":
+        chosen["checkpoint_every"] = ("auto", "the run decides, from the stall that it measures")
     return chosen
 
 

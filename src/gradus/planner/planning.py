@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,8 +33,6 @@ from gradus.schema.errors import GradusError, InputError, NoPlanFits
 from gradus.schema.intervals import seconds_of
 from gradus.schema.prediction import BudgetPrediction
 from gradus.schema.recipe import OWN, Recipe
-
-CHECKPOINT_SHARE = 0.05  # of the time that may go into checkpoints, where nothing says how often nodes fail
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,23 @@ def plan_to_train(recipe: Recipe, cluster: Cluster, nproc: int | None) -> tuple[
     return found.choices[0], found.notes
 
 
+def fewest_nodes(recipe: Recipe, cluster: Cluster) -> int:
+    """The fewest whole nodes on which a plan for a resolved recipe fits; one, where nobody can tell."""
+    per_node = cluster.gpus_per_node * recipe.plan.ranks_per_gpu
+    if "mesh" in recipe.plan.fixed:
+        return -(-recipe.plan.mesh.world_size // per_node)
+    question = Question(recipe, Predictor(recipe, cluster))
+    if not question.searchable:
+        return 1
+    try:
+        question.predictor.trace()
+    except InputError:
+        raise
+    except GradusError:  # a model that cannot be traced
+        return 1
+    return -(-question.fewest_ranks() // per_node)
+
+
 @dataclass(frozen=True)
 class Question:
     """Which plans are best for a recipe on a cluster, for this or that number of ranks."""
@@ -181,31 +197,27 @@ class Question:
 
     def _notes(self, best: Choice) -> list[str]:
         notes, foreseen = list(self.predictor.trace().notes), best.prediction
-        if foreseen is not None and foreseen.verdict == "tight" and foreseen.limit_bytes is not None:
+        if foreseen is None or foreseen.verdict != "tight" or foreseen.limit_bytes is None:
+            return notes
+        # A model that was not traced is never said to fit; that it was not is a note of its own.
+        if foreseen.memory.peak * (1 + foreseen.memory_error) > foreseen.limit_bytes:
             needs, has = gib(foreseen.memory.peak), gib(foreseen.limit_bytes)
             notes.append(f"memory is tight: {needs} of {has} predicted, give or take {foreseen.memory_error:.0%}")
         return notes
 
     def _with_interval(self, choice: Choice) -> Choice:
-        """Unless the recipe says it, the interval between checkpoints that loses least to failures.
-
-        Where it is not known how often nodes fail, the default, but no more often than a checkpoint is worth.
-        """
+        """Unless the recipe says it, the default; but one checkpoint is written before the next begins."""
         budget = choice.prediction.budget if choice.prediction else None
-        said = self.recipe.checkpoint.every, self.recipe.plan.checkpoint_every
-        fixed = "checkpoint_every" in self.recipe.plan.fixed and said[1] != "auto"
-        if fixed or said[0] not in (None, "auto") or budget is None or budget.checkpoint_seconds is None:
+        said = "checkpoint_every" in self.recipe.plan.fixed or self.recipe.checkpoint.every is not None
+        if said or budget is None or budget.checkpoint_seconds is None:
             return choice
-        best = budget.checkpoint_every_seconds
-        if best is not None and best < budget.seconds:
-            every, why = best, f"loses least at {self.cluster.failures_per_node_day:g} failures of a node in a day"
-        else:  # nobody knows how often nodes fail, or the run is over before: what a checkpoint is worth
-            every = budget.checkpoint_seconds * (1 / CHECKPOINT_SHARE - 1)
-            why = f"a checkpoint takes {budget.checkpoint_seconds:.0f} s: {CHECKPOINT_SHARE:.0%} of the time"
-            if every <= seconds_of(str(choice.plan.checkpoint_every)):  # the default: a time
-                return choice
-        plan = choice.plan.model_copy(update={"checkpoint_every": f"{max(1, round(every))}s"})
-        return replace(choice, plan=plan, reasons=choice.reasons | {"checkpoint_every": why})
+        writing = budget.checkpoint_seconds
+        if writing <= seconds_of(str(choice.plan.checkpoint_every)):  # the default: a time
+            return choice
+        plan = choice.plan.model_copy(update={"checkpoint_every": f"{math.ceil(writing)}s"})
+        why = f"no more often: a checkpoint takes {writing:.0f} s to write"
+        reasons = choice.reasons | {"checkpoint_every": why}
+        return replace(choice, plan=plan, reasons=reasons, prediction=self.predictor.prediction(plan))
 
     def found(self, ranks: int, most: int = MOST_CHOICES) -> Found:
         return search(self.space(ranks), self.predictor, most)

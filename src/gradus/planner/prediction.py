@@ -13,12 +13,13 @@ from typing import Any
 
 from gradus.hardware.cluster import gpu_of
 from gradus.parallel.support import check_supported
-from gradus.planner.budget import Length, budget, budget_basis, checkpoint_bytes, dataset_length, length_of
+from gradus.planner.budget import Length, budget, budget_basis, dataset_length, length_of, writing_seconds
 from gradus.planner.calibration import calibration_basis, corrected_memory, step_at_achieved_rate
 from gradus.planner.choice.candidates import waits_on_host
 from gradus.planner.defaults import case_of, check_ranks, default_plan, ranks_on_a_node, surroundings
 from gradus.planner.memory.device_memory import NO_GPU
 from gradus.planner.memory.host_memory import HostFacts
+from gradus.planner.memory.model_state import ModelSize
 from gradus.planner.memory.rank_memory import (
     MemoryFacts,
     RankMemory,
@@ -28,11 +29,13 @@ from gradus.planner.memory.rank_memory import (
     predicted_memory,
     verdict,
 )
+from gradus.planner.memory.saved_state import checkpoint_bytes
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.request import NARROW, ProfileRequest, capability_of, profiles_for, request_for
 from gradus.planner.resident_data import resident_bytes
 from gradus.planner.resolve import resolved
 from gradus.planner.speed.device import Device, device_of
+from gradus.planner.speed.host_copy import host_copy
 from gradus.planner.speed.network import fabric_of
 from gradus.planner.speed.step_time import StepFacts, launching_seconds, predicted_step
 from gradus.planner.speed.throughput import hardware_flops, model_flops, throughput
@@ -149,7 +152,9 @@ class Predictor:
         return "tight" if "tight" in reached or doubtful else "fits"
 
     def host_bytes(self, plan: Plan) -> tuple[int, int]:
-        return self.rank_memory(plan).host.peak, round(self.cluster.memory_gib * GIB)
+        """What training needs on a node, and what there is. Saving can do without the copies, if training waits."""
+        host = self.rank_memory(plan).host
+        return host.peak - host.saving, round(self.cluster.memory_gib * GIB)
 
     def step(self, plan: Plan) -> StepPrediction | None:
         key = plan.model_dump_json()
@@ -195,9 +200,16 @@ class Predictor:
         length = self.length
         if step is None or length is None:
             return None
-        profile, tensors = self.profile(plan), self._memory_facts(plan).optimizer_tensors
-        size = checkpoint_bytes(profile.parameters, profile.trained, tensors, plan)
-        return budget(length, step.total, size, plan, self.cluster)
+        profile, facts, found = self.profile(plan), self._memory_facts(plan), self.rank_memory(plan)
+        model = ModelSize(profile.parameters, profile.trained, optimizer_tensors=facts.optimizer_tensors)
+        size = checkpoint_bytes(model, plan, averaged=facts.ema, adapters=facts.lora)
+        stall = host_copy(plan, self.device).seconds(found.saved_bytes)
+        if not facts.saves_in_background or not self._room_for_copies(plan):
+            stall = max(stall, writing_seconds(size, plan, self.cluster))
+        return budget(length, step.total, size, stall, plan, self.cluster)
+
+    def _room_for_copies(self, plan: Plan) -> bool:
+        return self.rank_memory(plan).host.peak <= self.cluster.memory_gib * GIB
 
     @functools.cached_property
     def length(self) -> Length | None:
@@ -226,7 +238,17 @@ class Predictor:
             said += [_sentence(note) for note in (*self.device.notes, *links)]
             said += self._waiting_basis(profile, plan, self.device)
         said += calibration_basis(self.cluster)
-        return said + (budget_basis(self.cluster) if self.length is not None and self.step(plan) is not None else [])
+        if self.length is None or self.step(plan) is None:
+            return said
+        said += budget_basis(self.cluster, plan, host_copy(plan, self.device))
+        if not self.recipe.checkpoint.background:
+            said.append("With checkpoint.background: false, training waits until a checkpoint is written.")
+        elif not self._room_for_copies(plan):
+            said.append(
+                f"A node has no host memory for copies of the state ({found.host.peak / GIB:.0f} GiB needed, "
+                f"{self.cluster.memory_gib:g} there): training waits until a checkpoint is written."
+            )
+        return said
 
     def _waiting_basis(self, profile: ModelProfile, plan: Plan, device: Device) -> list[str]:
         """What a step waits for besides the device and its links."""

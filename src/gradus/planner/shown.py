@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gradus.planner.budget import planned_interval, stopped_seconds
 from gradus.planner.defaults import Choice
 from gradus.record.format import duration_text, rate_text
-from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
 from gradus.schema.prediction import BudgetPrediction, MemoryPrediction, Prediction, StepPrediction
 
@@ -183,16 +183,7 @@ def budget_lines(found: BudgetPrediction, plan: Plan) -> list[str]:
         lines.append(
             f"with checkpoints and failures {long_text(found.seconds_with_failures)}: goodput {found.goodput:.1%}"
         )
-    if found.checkpoint_seconds is not None:
-        line = f"a checkpoint takes {long_text(found.checkpoint_seconds)}"
-        if found.checkpoint_every_seconds is not None:
-            once = found.checkpoint_every_seconds >= found.seconds
-            line += ", best once, at the end" if once else f", best every {long_text(found.checkpoint_every_seconds)}"
-        lines.append(line)
-        every = _seconds_between_checkpoints(found, plan)
-        share = found.checkpoint_seconds / (found.checkpoint_seconds + every)
-        if share > WORTH_TELLING and every < found.seconds:
-            lines.append(f"every {long_text(every)}, as checkpoint_every says, they take {share:.0%} of the time")
+    lines += _checkpoint_lines(found, plan)
     if found.gpu_hours and found.goodput != 0:
         spent = [f"{_amount(found.gpu_hours)} GPU-hours"]
         if found.energy_kwh is not None:
@@ -204,11 +195,28 @@ def budget_lines(found: BudgetPrediction, plan: Plan) -> list[str]:
     return lines
 
 
-def _seconds_between_checkpoints(found: BudgetPrediction, plan: Plan) -> float:
-    every = plan.checkpoint_every
-    if isinstance(every, int):
-        return every * found.seconds / found.steps
-    return seconds_of(every) if every != "auto" else found.checkpoint_every_seconds or found.seconds
+def _checkpoint_lines(found: BudgetPrediction, plan: Plan) -> list[str]:
+    stall, writing, best = found.checkpoint_stall_seconds, found.checkpoint_seconds, found.checkpoint_every_seconds
+    if stall is None or writing is None:
+        return []
+    line = f"a checkpoint stops training for {long_text(stall)} and is written {long_text(writing)} later"
+    if best is not None and plan.checkpoint_every != "auto":
+        line += ", best once, at the end" if best >= found.seconds else f", best every {long_text(best)}"
+    lines = [line]
+    if plan.checkpoint_every == "auto":
+        expected = f"; expected every {long_text(best)}" if best is not None and best < found.seconds else ""
+        lines.append(f"checkpoint_every auto: the run decides how often, from the stall that it measures{expected}")
+    every = planned_interval(plan, found.seconds / found.steps, best)
+    if every is None or every >= found.seconds or plan.checkpoint_every == "auto":
+        return lines
+    stopped = stopped_seconds(every, stall, writing)
+    said = f"every {long_text(every)}, as checkpoint_every says,"
+    share = stopped / (stopped + every)
+    if every < writing:
+        lines.append(f"{said} is more often than they can be written: training waits {share:.0%} of the time")
+    elif share > WORTH_TELLING:
+        lines.append(f"{said} they take {share:.0%} of the time")
+    return lines
 
 
 def refused_lines(refused: Sequence[Mapping[str, object]]) -> list[str]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import re
 import secrets
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A run directory holds the user's working diff and logs: for the user's eyes unless they say otherwise.
 _FOLDER_MODE = 0o700
 _LISTED_RUNS = 8
+CHANGED_DATA_MARK = "accept-changed-data"
 
 
 @dataclass(frozen=True)
@@ -28,13 +32,8 @@ class RunDirectory:
     @classmethod
     def create(cls, root: Path, name: str, run_id: str | None = None) -> RunDirectory:
         """Make the folders of a new run. If that fails, nothing is left behind."""
-        for what, text in (("run name", name), ("run id", run_id)):
-            if text is not None and not _NAME.fullmatch(text):
-                raise InputError(
-                    f"{what} {text!r} cannot name a folder", hint="use letters, digits, '.', '_' and '-'", found=text
-                )
         while True:
-            path = root.absolute() / name / (run_id or _new_id())
+            path = cls.future(root, name, run_id).path
             try:
                 _make_folders(path)
             except FileExistsError:
@@ -48,6 +47,16 @@ class RunDirectory:
             except OSError as error:
                 raise InputError(f"cannot create run directory {path}: {error.strerror}", found=str(path)) from error
             return cls(path)
+
+    @classmethod
+    def future(cls, root: Path, name: str, run_id: str | None = None) -> RunDirectory:
+        """Where a new run would be made; nothing is."""
+        for what, text in (("run name", name), ("run id", run_id)):
+            if text is not None and not _NAME.fullmatch(text):
+                raise InputError(
+                    f"{what} {text!r} cannot name a folder", hint="use letters, digits, '.', '_' and '-'", found=text
+                )
+        return cls(root.absolute() / name / (run_id or _new_id()))
 
     @classmethod
     def open(cls, path_or_id: str, root: Path) -> RunDirectory:
@@ -94,17 +103,30 @@ class RunDirectory:
     def attempt_path(self, attempt: int) -> Path:
         return self.path / "attempts" / str(attempt)
 
-    def new_attempt(self) -> int:
-        """Claim the next attempt number; two launchers never get the same one."""
+    def new_attempt(self, files: Mapping[str, str] | None = None) -> int:
+        """Claim the next attempt number; two launchers never get the same one.
+
+        It is there with the files that describe it or not at all: if its launcher is killed meanwhile, the run goes on
+        from the attempt before.
+        """
+        made = Path(tempfile.mkdtemp(prefix="new-", dir=self.path / "attempts"))  # with the mode of our folders
+        (made / "logs").mkdir(mode=_FOLDER_MODE)
+        for name, text in (files or {}).items():
+            (made / name).write_text(text)
         attempt = max(self.attempts, default=0) + 1
         while True:
             try:
-                self.attempt_path(attempt).mkdir(mode=_FOLDER_MODE)
-                break
-            except FileExistsError:
+                made.rename(self.attempt_path(attempt))
+                return attempt
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
                 attempt += 1
-        (self.attempt_path(attempt) / "logs").mkdir(mode=_FOLDER_MODE)
-        return attempt
+
+    @property
+    def never_began(self) -> bool:
+        """Whether it was made, and its launcher killed before there was an attempt; not one that waits in a queue."""
+        return _is_run(self.path) and not self.attempts and not self.job.is_dir()
 
     def log_path(self, attempt: int, node: str) -> Path:
         return self.attempt_path(attempt) / "logs" / f"{node}.log"
@@ -126,6 +148,16 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def samples(self) -> Path:
+        """What each data rank trained on; made by the first that has something to say."""
+        return self.path / "samples"
+
+    @property
+    def job(self) -> Path:
+        """What a scheduler was given for this run; there only if it was submitted to one."""
+        return self.path / "job"
+
+    @property
     def control(self) -> Path:
         return self.path / "control"
 
@@ -136,6 +168,10 @@ class RunDirectory:
     def own_loop_mark(self, attempt: int) -> Path:
         """The file that an own loop leaves for its launcher when it begins."""
         return self.control / f"own-loop-{attempt}"
+
+    def changed_data_mark(self, attempt: int) -> Path:
+        """The file that says that an attempt may go on with data that is not what the run began with."""
+        return self.attempt_path(attempt) / CHANGED_DATA_MARK
 
     def outcome_path(self, attempt: int) -> Path:
         return self.control / f"outcome-{attempt}.json"

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradus.schema.secrets import names_a_secret
+
 _PACKAGES = (
     *("gradus", "torch", "numpy", "pydantic", "PyYAML", "safetensors", "rich", "typer", "jinja2", "nvidia-ml-py"),
     *("triton", "torchao", "transformers", "scikit-learn", "pillow", "tensorboard"),
 )
 _DIFF_LIMIT_BYTES = 1 << 20
 _GIT_TIMEOUT_SECONDS = 20
-_SECRET_WORDS = ("token", "password", "passwd", "passphrase", "secret", "secrets", "key", "credential", "credentials")
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _MASK = "***"
 
@@ -50,17 +51,12 @@ def mask_secrets(command: Sequence[str]) -> list[str]:
         name, equals, _ = argument.partition("=")
         if value_is_secret and not argument.startswith("--"):
             masked.append(_MASK)
-        elif equals and _names_a_secret(name):
+        elif equals and names_a_secret(name):
             masked.append(f"{name}={_MASK}")
         else:
             masked.append(_URL_LOGIN.sub(_MASK, argument))
-        value_is_secret = argument.startswith("-") and not equals and _names_a_secret(argument)
+        value_is_secret = argument.startswith("-") and not equals and names_a_secret(argument)
     return masked
-
-
-def _names_a_secret(name: str) -> bool:
-    # By the ends of words: `api_key`, `apikey` and `HF_TOKEN` are secrets, the recipe's `tokens` is not.
-    return any(word.endswith(_SECRET_WORDS) for word in re.split(r"[^a-z]+", name.lower()) if word)
 
 
 def _versions() -> dict[str, str]:

@@ -42,6 +42,6 @@ class Messages:
         return [str(event["message"]) for event in self._tail.poll() if event.get("message")]
 
 
-def rank_writer(attempt: int) -> str:
-    """The name under which rank 0 writes the events of an attempt."""
-    return f"rank-0-attempt-{attempt}"
+def rank_writer(attempt: int, rank: int = 0) -> str:
+    """The name under which a rank writes the events of an attempt."""
+    return f"rank-{rank}-attempt-{attempt}"

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 
 def bytes_text(count: float) -> str:
-    """`23.4 GiB`: always GiB, so that two numbers can be compared at a glance."""
+    """`23.4 GiB`: always GiB, so that two numbers can be compared at a glance, but for what is tiny."""
     gib = count / 2**30
+    if abs(gib) < 0.01 and count:
+        for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+            if abs(count) >= size:
+                return f"{count / size:.3g} {unit}"
+        return f"{count:.0f} B"
     return f"{gib:,.0f} GiB" if gib >= 1000 else f"{gib:.3g} GiB"
 
 

@@ -2,7 +2,8 @@
 
 Training, the end of an epoch and evaluation write their own lines. A line is of an evaluation when it has a key that
 starts with `validation_`, or the key `evaluation`. An attempt that goes on from a checkpoint discards what earlier
-attempts did after it: their lines at or after its first one are no part of the run any more.
+attempts did after it: their lines at or after its first one are no part of the run any more. Nor are, after a line
+`rolled_back_to`, those of its own attempt about later steps.
 """
 
 from __future__ import annotations
@@ -73,12 +74,17 @@ def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
 def merge_by_step(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     by_attempt: dict[int, dict[tuple[int, bool], Mapping[str, Any]]] = {}
     for record in records:
+        logged = by_attempt.setdefault(record.get("attempt", 0), {})
+        if "rolled_back_to" in record:
+            for at in [at for at in logged if at[0] > record["rolled_back_to"]]:
+                del logged[at]
         if "step" in record:
-            logged = by_attempt.setdefault(record.get("attempt", 0), {})
             # Hooks and own loops write further numbers of a step in lines of their own.
             logged[position(record)] = {**logged.get(position(record), {}), **record}
     kept: dict[tuple[int, bool], Mapping[str, Any]] = {}
     for _, logged in sorted(by_attempt.items()):
+        if not logged:
+            continue
         first = min(logged)
         kept = {at: record for at, record in kept.items() if at < first} | logged
     steps = sorted({step for step, _ in kept})

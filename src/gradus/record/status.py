@@ -13,6 +13,7 @@ from typing import Any, Literal
 from gradus.record import strict_json
 from gradus.record.directory import RunDirectory
 from gradus.record.problem import OnProblem, report_on_stderr
+from gradus.record.process import process_of
 
 State = Literal["queued", "running", "stopped", "finished", "failed"]
 LOST_AFTER = timedelta(seconds=60)
@@ -78,8 +79,9 @@ def writer_is_gone(status: Status) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass
-    return False
+        return False
+    found = process_of(status.pid)
+    return found is not None and found.has_ended
 
 
 class Heartbeat:

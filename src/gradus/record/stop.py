@@ -25,8 +25,13 @@ def requested_stop(run: RunDirectory) -> str | None:
 
 def requested_end(run: RunDirectory) -> str | None:
     """Who asked the run to end at once, if somebody did."""
+    return end_in(run.stop_file)
+
+
+def end_in(stop_file: Path) -> str | None:
+    """Who asks in a stop file for an end without a save, if somebody does."""
     try:
-        document = json.loads(run.stop_file.read_text())
+        document = json.loads(stop_file.read_text())
         return str(document["reason"]) if document.get("now") else None
     except (OSError, ValueError, AttributeError, KeyError):
         return None

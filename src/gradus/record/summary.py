@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from gradus.schema.recipe import EvaluateBlock, Recipe
 
 # Compilation, caches and allocator growth: not what the run's speed is.
 _WARM_UP_ROWS = 3
+_ATTEMPT = re.compile(r"attempt-(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Summary:
     mfu: str | None
     """With its formula and the peak that it is a part of."""
     wall_seconds: float | None
-    """From the first event to the last, waits between attempts included."""
+    """Of all attempts together, each from its first event to its last: waits between them do not count."""
 
 
 def summarize(run: RunDirectory) -> Summary:
@@ -134,5 +136,10 @@ def _mfu_text(run: RunDirectory, mfu: float | None) -> str | None:
 
 
 def _wall_seconds(run: RunDirectory) -> float | None:
-    times = [datetime.fromisoformat(event["time"]) for event in read_events(run) if "time" in event]
-    return (times[-1] - times[0]).total_seconds() if len(times) > 1 else None
+    times: dict[str, list[datetime]] = {}
+    for event in read_events(run):
+        if "time" in event:
+            attempt = _ATTEMPT.search(str(event.get("writer")))  # writers are called after the attempt they belong to
+            times.setdefault(attempt[1] if attempt else "", []).append(datetime.fromisoformat(event["time"]))
+    spans = [(of_one[-1] - of_one[0]).total_seconds() for of_one in times.values() if len(of_one) > 1]
+    return sum(spans) if spans else None

@@ -76,6 +76,8 @@ class TensorBoardExporter:
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add these points; a file that cannot be written is the caller's problem."""
         for record in records:
+            if "rolled_back_to" in record:
+                self._forget_from(record["rolled_back_to"] + 1)
             if "step" in record:
                 self._add_record(record)
         self._file.flush()
@@ -87,15 +89,13 @@ class TensorBoardExporter:
             self._on_problem(f"{self.target}: {error.strerror}")
 
     def _add_record(self, record: Mapping[str, Any]) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         step, attempt = record["step"], record.get("attempt", 0)
         # The lines carry no time of their own; when the file grew is as near as it gets, and the same in every export.
         wall_time = self._metrics_path.stat().st_mtime
         if self._attempt is not None and attempt > self._attempt:
-            # TensorBoard then forgets the points of the earlier attempt from this step on.
-            self._add(wall_time, step=step, session_log=SessionLog(status=SessionLog.START))
+            self._forget_from(step)
         self._attempt = attempt
         values = [
             Summary.Value(tag=_tag(key), simple_value=value)
@@ -103,6 +103,13 @@ class TensorBoardExporter:
             if key not in _NOT_SCALARS and isinstance(value, (int, float)) and not isinstance(value, bool)
         ]
         self._add(wall_time, step=step, summary=Summary(value=values))
+
+    def _forget_from(self, step: int) -> None:
+        """TensorBoard then forgets the points from this step on: those of an earlier attempt, or before a rollback."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        wall_time = self._metrics_path.stat().st_mtime
+        self._add(wall_time, step=step, session_log=SessionLog(status=SessionLog.START))
 
     def _add(self, wall_time: float, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -11,6 +11,8 @@ from gradus.schema.calibration import Calibration
 from gradus.schema.errors import unknown_name
 from gradus.schema.loading import dump_yaml, read_document, validated
 from gradus.schema.saving import write_document
+from gradus.schema.scheduler import Scheduler
+from gradus.schema.software import Container, Environment
 
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 Positive = Annotated[float, Field(gt=0)]
@@ -61,38 +63,13 @@ class Storage(BaseModel):
     gb_per_second: float | None = Field(None, gt=0)  # that one node writes to the shared folder
 
 
-class Scheduler(BaseModel):
-    model_config = _STRICT
-
-    kind: Literal["local", "slurm"] = "local"
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    reservation: str | None = None
-    time: str | None = None
-    options: list[str] = []
-
-
-class Environment(BaseModel):
-    model_config = _STRICT
-
-    modules: list[str] = []
-    conda: str | None = None
-    venv: str | None = None
-
-
-class Container(BaseModel):
-    model_config = _STRICT
-
-    runtime: Literal["pyxis", "enroot", "apptainer", "charliecloud", "podman"]
-    image: str
-    mounts: list[str] = []
-
-
 class Network(BaseModel):
+    """What the libraries that move tensors between nodes are told. Nothing here: they choose."""
+
     model_config = _STRICT
 
-    interface: str | None = None
+    interface: str | None = Field(None, pattern=r"^[\w.:,=^-]+$")
+    variables: dict[Annotated[str, Field(pattern=r"^[A-Z][A-Z0-9_]*$")], str] = {}  # such as NCCL_IB_HCA
 
 
 class Cluster(BaseModel):

@@ -27,3 +27,12 @@ def _checked(value: object) -> object:
 
 
 Interval = Annotated[int | str, BeforeValidator(_checked)]
+
+
+def _duration(value: object) -> object:
+    if not (isinstance(value, str) and _DURATION.match(value) and seconds_of(value) > 0):
+        raise ValueError("a time such as 90s, 12m or 1h30m")
+    return value
+
+
+Duration = Annotated[str, BeforeValidator(_duration)]

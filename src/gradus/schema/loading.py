@@ -120,7 +120,7 @@ def validated(model: type[Model], document: Document, file: str, overrides: Sequ
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        problems = [_explained(model, e, file, overrides) for e in _telling(error)]
+        problems = [_explained(model, e, file, overrides) for e in _telling(error, document)]
         first = problems[0]
         raise InputError(
             "\n".join(p.message for p in problems),
@@ -145,7 +145,6 @@ _ALLOWED = {
     "model_attributes_type": "a mapping of keys to values",
     "finite_number": "a finite number",
 }
-_UNION_MEMBERS = ("str", "GpuNumbers", "LinkNumbers", "[key]")  # and keys of mappings
 _BOUNDS = {
     "greater_than": ("gt", "more than"),
     "greater_than_equal": ("ge", "at least"),
@@ -156,25 +155,33 @@ _BOUNDS = {
 }
 
 
-def _telling(error: ValidationError) -> list[dict[str, Any]]:
-    """All errors but one kind: of a mapping where a name is allowed too, only what is wrong inside it counts."""
-    errors = [dict(e) for e in error.errors()]
-    places = [_place(e) for e in errors]
+def _telling(error: ValidationError, document: Document) -> list[dict[str, Any]]:
+    """What is wrong at each place. Of a union, pydantic tells what each of its members would have liked.
 
-    def is_noise(e: dict[str, Any]) -> bool:
-        place = _place(e)
+    Of a mapping where a name is allowed too, only what is wrong inside it counts; else members are alternatives.
+    """
+    errors: list[dict[str, Any]] = [{**e, "place": _place(e, document)} for e in error.errors()]
+    places = [e["place"] for e in errors]
+    told: list[dict[str, Any]] = []
+    for e in errors:
+        place = e["place"]
         inside = any(other[: len(place)] == place and len(other) > len(place) for other in places)
-        return e["type"] == "string_type" and isinstance(e["input"], dict) and inside
-
-    return [e for e in errors if not is_noise(e)]
+        if isinstance(e["input"], dict) and inside and e["type"] in (*_ALLOWED, "literal_error"):
+            continue
+        same = [other for other in told if other["place"] == place]
+        if same and len(e["loc"]) > len(place):
+            same[0]["others"] = [*same[0].get("others", []), e]
+        else:
+            told.append(e)
+    return told
 
 
 def _explained(model: type[BaseModel], error: dict[str, Any], file: str, overrides: Sequence[str]) -> InputError:
     """One of pydantic's errors in our words."""
-    location = _place(error)
+    location = error["place"]
     field = ".".join(location)
     file = origin(field, file, overrides)
-    kind, found, context = error["type"], error["input"], error.get("ctx", {})
+    kind, found = error["type"], error["input"]
     if kind == "extra_forbidden":
         return unknown_name("key", location[-1], _fields_at(model, location[:-1]), field=field, file=file)
     if kind == "missing":
@@ -185,16 +192,10 @@ def _explained(model: type[BaseModel], error: dict[str, Any], file: str, overrid
             found="nothing",
             allowed=f"a value for {field}",
         )
-    if kind == "literal_error":
-        allowed = context["expected"].replace("'", "").replace(" or ", ", ")
-        close = nearest(str(found), allowed.split(", "))
-    elif kind in _BOUNDS:
-        key, words = _BOUNDS[kind]
-        allowed, close = f"{words} {context[key]}", None
-    elif kind == "value_error":
-        allowed, close = str(context["error"]), None
-    else:
-        allowed, close = _ALLOWED.get(kind, error["msg"]), None
+    alternatives = [error, *error.get("others", [])]
+    allowed = ", or ".join(dict.fromkeys(_allowed(each) for each in alternatives))
+    names = [n for each in alternatives if each["type"] == "literal_error" for n in _allowed(each).split(", ")]
+    close = nearest(str(found), names)
     suggestion = f"; did you mean {close!r}?" if close else ""
     shown = "" if isinstance(found, dict) else f"found {found!r} ({_type_name(found)}), "
     return InputError(
@@ -207,6 +208,16 @@ def _explained(model: type[BaseModel], error: dict[str, Any], file: str, overrid
     )
 
 
+def _allowed(error: Mapping[str, Any]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "literal_error":
+        return str(context["expected"]).replace("'", "").replace(" or ", ", ")
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        return f"{words} {context[key]}"
+    return str(context["error"]) if kind == "value_error" else _ALLOWED.get(kind, str(error["msg"]))
+
+
 def origin(field: str, file: str, overrides: Sequence[str]) -> str:
     """The `--set` that gave this field its value, or else the file."""
     for override in reversed(overrides):
@@ -216,9 +227,20 @@ def origin(field: str, file: str, overrides: Sequence[str]) -> str:
     return file
 
 
-def _place(error: Mapping[str, Any]) -> list[str]:
-    """Keys to where the value is written, less the members of unions that pydantic names (`gpu.GpuNumbers.name`)."""
-    return [str(part) for part in error["loc"] if part not in _UNION_MEMBERS] or ["."]
+def _place(error: Mapping[str, Any], document: Any) -> list[str]:
+    """Keys to where the value is written, less the members of unions that pydantic names (`gpu.GpuNumbers.name`).
+
+    Those are no keys of what was read; nor is what is missing, which comes last.
+    """
+    place, value = [], document
+    for number, part in enumerate(error["loc"]):
+        is_key = part in value if isinstance(value, dict) else isinstance(part, int)
+        if is_key:
+            value = value[part] if isinstance(value, dict) or (isinstance(value, list) and part < len(value)) else None
+        elif error["type"] != "missing" or number < len(error["loc"]) - 1:
+            continue
+        place.append(str(part))
+    return place or ["."]
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:

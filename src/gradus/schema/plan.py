@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -120,7 +120,7 @@ class Plan(BaseModel):
     fp8_scaling: Scaling = "tensor"  # what shares one scale; for precision fp8
     compile: bool = False
     offload: Literal["none", "cpu"] = "none"  # where sharded parameters and optimizer state live
-    workers: int = Field(0, ge=0)
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = 0  # processes that load data; auto: each rank measures
     checkpoint_every: Interval = "10m"
     bucket_mib: int = Field(25, ge=1)  # gradients are reduced in buckets of this size while backward goes on
     compression: Literal["none", "bf16"] = "none"  # of gradients while they travel

@@ -87,9 +87,10 @@ class BudgetPrediction(BaseModel):
     gpu_hours: float
     energy_kwh: float | None = None
     cost: float | None = None  # in the currency of price_per_gpu_hour
-    checkpoint_seconds: float | None = None  # that a checkpoint takes
+    checkpoint_stall_seconds: float | None = None  # that training stops for a checkpoint
+    checkpoint_seconds: float | None = None  # until it is written, beside training
     checkpoint_every_seconds: float | None = None  # the best interval
-    goodput: float | None = None  # the share of time that goes into steps which count
+    goodput: float | None = None  # the share of time in steps which count, saving as often as the plan says
 
 
 class Prediction(BaseModel):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 
 from gradus.schema.callables import absolute, found_from, is_import_path, short_name
 from gradus.schema.errors import InputError, unknown_name
-from gradus.schema.intervals import Interval
+from gradus.schema.intervals import Duration, Interval
 from gradus.schema.loading import Document, apply_overrides, dump_yaml, origin, read_document, validated
 from gradus.schema.plan import Plan
 
@@ -77,9 +77,41 @@ class LoraBlock(BaseModel):
     targets: list[str] = Field(["*"], min_length=1)  # patterns of the names of Linear layers
 
 
+class BlockShuffle(BaseModel):
+    """Blocks of consecutive samples come in random order, and the samples of a few blocks at a time are mixed."""
+
+    model_config = _STRICT
+
+    blocks: int = Field(ge=1)  # samples in a block
+    window: int = Field(ge=1)  # blocks that are mixed with each other
+
+
+Shuffle = Literal["full", "none"] | BlockShuffle
+
+
 class DataBlock(Named):
     use: str = OWN
     limit: int | None = Field(None, ge=1)  # train on the first few samples only
+    shuffle: Shuffle = "full"
+    group_by_length: int | None = Field(None, ge=1)  # batches at a time among which samples are sorted by length
+    timeout: Duration | None = None  # a loader worker that gives no answer for so long ends the run
+    stage: str | None = None  # copy to each node first: to this folder, or (`auto`) to the job's own there
+    skip: list[list[int]] = []  # ranges [first, end) of positions of the stream that are left out
+
+    @field_validator("skip")
+    @classmethod
+    def _ranges(cls, spans: list[list[int]]) -> list[list[int]]:
+        for span in spans:
+            if len(span) != 2 or not 0 <= span[0] < span[1]:
+                raise ValueError(f"{span} is no range of positions; allowed: [first, one past the last]")
+        return spans
+
+    @property
+    def packs(self) -> bool:
+        """Whether samples hold several documents each, be it those of one source of several."""
+        sources = self.options.get("sources")
+        blocks = [self.options, *(sources.values() if isinstance(sources, dict) else ())]
+        return self.built_in and any(isinstance(block, dict) and block.get("packing") is True for block in blocks)
 
 
 class GroupBlock(BaseModel):
@@ -140,8 +172,40 @@ class CheckpointBlock(BaseModel):
     model_config = _STRICT
 
     every: Interval | None = None
-    keep: int = Field(2, ge=1)
-    best: bool = False  # keep the checkpoint with the best evaluation too
+    keep: int = Field(3, ge=1)  # the newest so many
+    keep_every: int | None = Field(None, ge=1)  # and those of every so many steps
+    best: bool = False  # and the one with the best evaluation
+    background: bool = True  # a process of its own writes while training goes on; takes host memory for a copy
+    local: str | None = None  # a folder on each node's own disk (or `auto`) that is written first, and copied behind
+
+
+class SpikeBlock(BaseModel):
+    """What counts as a spike of the loss: so many steps in a row, far above what the steps before had."""
+
+    model_config = _STRICT
+
+    factor: float = Field(6.0, gt=0)  # how far above their median, in standard deviations of theirs (from the MAD)
+    rise: float = Field(1.1, ge=1)  # and at least so many times the median
+    steps: int = Field(3, ge=1)  # in a row: a batch of hard samples is one step
+    window: int = Field(128, ge=16)  # losses that are compared with; until there are so many, nothing is a spike
+
+
+class ChecksumsBlock(BaseModel):
+    """How often replicas compare what they hold."""
+
+    model_config = _STRICT
+
+    every: int | None = Field(500, ge=1)  # steps; and before each checkpoint; null: never
+
+
+class WatchdogBlock(BaseModel):
+    """For how long a run may stand still before it counts as hanging and is ended. `watchdog: off`: for ever."""
+
+    model_config = _STRICT
+
+    after: float = Field(10.0, ge=2)  # times the median step, or the median batch of an evaluation; but
+    at_least: Duration = "5m"  # false alarms cost more than minutes: a step may wait for a slow disk, or for a hook
+    starting: Duration = "25m"  # without a measure: building, loading, compiling, saving; torch gives up after 30
 
 
 class PipelineParts(BaseModel):
@@ -178,7 +242,11 @@ class Recipe(BaseModel):
     checkpoint: CheckpointBlock = CheckpointBlock()
     deterministic: bool = False
     anomaly: bool = False  # find the forward operation whose backward gave a NaN; slow
-    on_nan: Literal["stop"] = "stop"
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"  # a loss, gradient or weight that is no number
+    on_spike: Literal["ignore", "warn", "rollback"] = "warn"  # a loss that jumps up and stays there
+    spike: SpikeBlock = SpikeBlock()
+    checksums: ChecksumsBlock = ChecksumsBlock()
+    watchdog: WatchdogBlock | None = WatchdogBlock()  # a run that stands still is ended, and told why; off: never
     exporters: list[Literal["tensorboard"]] = []
     plan: Plan = Plan()
 
@@ -188,6 +256,12 @@ class Recipe(BaseModel):
     @classmethod
     def _loss_by_name(cls, value: Any) -> Any:
         return {"use": value} if isinstance(value, str) else value
+
+    @field_validator("watchdog", mode="before")
+    @classmethod
+    def _watchdog_off(cls, value: Any) -> Any:
+        """`off` is what YAML reads as false."""
+        return {True: {}, False: None}[value] if isinstance(value, bool) else None if value == "off" else value
 
     @field_validator("pipeline_parts", mode="before")
     @classmethod
@@ -338,13 +412,21 @@ class Recipe(BaseModel):
         return dump_yaml(self.model_dump(exclude_unset=True))
 
 
-def _placed_files(options: dict[str, Any], folder: Path) -> dict[str, str]:
-    """The keys of the built-in data sources that name files, made absolute. What is no file there stays a name."""
+def _placed_files(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The keys of the built-in data sources that name files, made absolute. What is no file there stays a name.
+
+    Those of the sources of a mixture too.
+    """
     names = {"path": (), "cache": (), "tokenizer": ("bytes",), "template": ("plain", "none", "tokenizer")}
-    placed = {}
+    placed: dict[str, Any] = {}
+    if isinstance(options.get("sources"), dict):
+        placed["sources"] = {
+            name: {**keys, **_placed_files(keys, folder)} if isinstance(keys, dict) else keys
+            for name, keys in options["sources"].items()
+        }
     for key, kept in names.items():
         value = options.get(key)
-        if isinstance(value, str) and value not in kept:
+        if isinstance(value, str) and value not in kept and "://" not in value:  # an address is no file here
             if glob.has_magic(value) and glob.glob(str(folder / value), recursive=True):
                 placed[key] = os.path.abspath(folder / value)
             elif Path(found := found_from(folder, value)).exists() or not kept:

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
-from gradus.data.order import sample_indices
-from gradus.faults.numerics import always_overflows, not_a_number
-from gradus.schema.errors import DoNotRestart
+import numpy as np
+
+from gradus.data.order import past_skipped
+from gradus.faults.announcements import NOTICE_STEPS
+from gradus.faults.deadline import too_short
+from gradus.faults.numerics import StepData, always_overflows, not_a_number, too_many_skipped
+from gradus.faults.spikes import Spike, spiked
+from gradus.schema.errors import GradusError
+from gradus.training.agreement import Agreement
 from gradus.training.gradients import total_norm
 from gradus.training.live_run import LiveRun
-from gradus.training.readback import PendingNumbers
-from gradus.training.saving import save
+from gradus.training.readback import PendingNumbers, StepNumbers
+from gradus.training.rollback import GoBack
 
+LEAST_LEAD_SECONDS = 5.0  # before the end of a job: for what a run does after its last checkpoint
+PREPARE_STEPS = 50  # before a checkpoint that is due by steps, memory for its copy is made
 MOST_SKIPPED_STEPS = 40  # in a row: the loss scale starts at 2**16, and halving it so often leaves nothing
 
 
@@ -43,9 +52,11 @@ class Boundary:
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
-        self._saved_step = live.checkpoint.step if live.checkpoint else None
-        self._last_save = time.monotonic()
+        self._began = time.monotonic()
+        self._first_step = self._last_good_step = live.state.step  # good are those whose weights were looked at
+        self._step_seconds: deque[float] = deque(maxlen=20)
         self._late: Launched | None = None
+        self._agreement = Agreement(live)
         self.interrupted = False  # an evaluation was cut short by a stop request
         live.recorder.restart_clock()
 
@@ -56,117 +67,238 @@ class Boundary:
     def launched(self, step: Launched) -> None:
         """A step is on its way. The numbers of the one before are read now, while the device works on this one."""
         self._live.state.step += 1
+        self._live.watch.stepped(self._live.state.step, step.data_seconds)
         self.settle()
         self._late = step
         self._live.hooks.on_step()
+        self._agreement.compare_if_due()
 
     def settle(self) -> None:
         """Take in the numbers of the step that was launched last."""
         launched, self._late = self._late, None
         if launched is None:
             return
-        live, numbers = self._live, launched.numbers.wait()
+        live = self._live
+        with live.watch.own.waiting():
+            numbers = launched.numbers.wait()
+        live.watch.own.settle()
         step, positions = launched.step + 1, live.samples_of(launched.step)
         live.last_loss = numbers.loss
-        self._check_finite("loss", numbers.loss, step, positions)
-        if numbers.overflow:
-            live.state.skipped_steps.append(launched.step)
-            live.recorder.event(
-                "skipped-step",
-                step=step,
-                scale_before=numbers.scale_before,
-                scale_after=numbers.scale_after,
-                skipped_steps=len(live.state.skipped_steps),
-            )
-            self._check_some_steps_happen(step, numbers.scale_after)
+        if numbers.not_finite:
+            numbers = self._without(numbers, step)
         else:
-            self._check_finite("gradient norm", numbers.grad_norm, step, positions)
+            self._check_numbers(numbers, step)
         seconds = live.recorder.step(step, positions.stop, len(positions), launched.lr, launched.data_seconds, numbers)
+        self._step_seconds.append(seconds)
         epoch = live.state.epoch.add(positions, live.train_data.length, numbers, seconds)
         if epoch is not None:
             live.recorder.epoch(step, epoch)
+        self._check_agreement(self._agreement.taken_in())
+        if not numbers.not_finite and live.recipe.on_spike != "ignore":
+            spike = live.state.spikes.judge(numbers.loss, live.recipe.spike)
+            if spike is not None:
+                self._tell_of_spike(spike, step)
+
+    def _check_numbers(self, numbers: StepNumbers, step: int) -> None:
+        live = self._live
+        self._check_finite("loss", numbers.loss, step)
+        if not numbers.overflow:
+            self._check_finite("gradient norm", numbers.grad_norm, step)
+            return
+        live.state.skipped_steps.append(step - 1)
+        live.recorder.event(
+            "skipped-step",
+            step=step,
+            scale_before=numbers.scale_before,
+            scale_after=numbers.scale_after,
+            skipped_steps=len(live.state.skipped_steps),
+        )
+        self._check_some_steps_happen(step, numbers.scale_after)
 
     def save_if_out_of_budget(self) -> None:
         """Before the last evaluation: one that fails must not lose what was trained."""
         if self.out_of_budget:
-            self._save_unless_saved(required=True)
+            self._complete()
 
     def reached(self) -> Ending | None:
         """Save what is due. How the run ends here, if it does."""
         live, state = self._live, self._live.state
-        if live.world.leads and live.stop.seen():
-            live.announcements.announce("stop", state.step)
-        if live.world.leads and live.saves_by_clock and time.monotonic() - self._last_save >= live.checkpoint_seconds:
-            live.announcements.announce("save", state.step)
+        live.watch.where.enter("between-steps")
+        live.saving.take_in()
+        if live.world.leads:
+            self._announce()
+        while (committed := live.announcements.taken("committed", state.step)) is not None:
+            live.saving.tell(committed)
         saves = live.announcements.due("save", state.step) or self._save_due()
         stops = live.announcements.due("stop", state.step) or self.interrupted
         ends_early = state.evaluation.reason_to_end(live.recipe.evaluate)
         done = not self.interrupted and (self.out_of_budget or ends_early is not None)
-        if saves or stops or done:
-            self._save_unless_saved(required=stops or done)
+        if stops and not done:
+            self._check_some_step_fits()
+        if stops or done:
+            self._complete()
+        elif saves and not live.saving.has(state.step):
+            self._check_weights()
+            live.saving.begin()
+        elif self._saves_soon():
+            live.saving.prepare()
         if done:
             return self._finished(ends_early or f"{live.total_steps} steps done")
         return self._stopped() if stops else None
 
     def left(self, reason: str) -> Ending:
         """An own loop ended before its budget did, by a decision of its own: the run is finished."""
-        self._save_unless_saved(required=True)
+        self._complete()
         return self._finished(reason)
+
+    def _announce(self) -> None:
+        """On rank 0: what the clock or somebody outside asks of all ranks."""
+        live, step = self._live, self._live.state.step
+        if live.stop.deadline is not None:
+            live.stop.deadline.lead_seconds = self._lead_seconds()
+        if live.stop.seen():
+            live.announcements.announce("stop", step)
+        if live.interval.due_now() and not live.saving.in_flight:
+            live.announcements.announce("save", step)
+
+    def _lead_seconds(self) -> float:
+        """How long before the job's end it must be told to stop: ranks stop a few steps later, finish what is being
+        written, and write once more."""
+        live = self._live
+        steps = (NOTICE_STEPS + 2) * max(self._step_seconds, default=1.0)
+        saving = live.saving.seconds
+        if saving is None:
+            saving = live.saving.expected_seconds
+        return steps + 2 * saving + LEAST_LEAD_SECONDS
+
+    def _saves_soon(self) -> bool:
+        """Whether it is time to make memory for the first copy: not for a run that ends before its first checkpoint."""
+        live, interval = self._live, self._live.interval
+        if interval.seconds is not None:
+            return time.monotonic() - self._began > min(30.0, interval.seconds / 2)
+        assert isinstance(interval.every, int)
+        next_due = (live.state.step // interval.every + 1) * interval.every
+        return live.state.step > 0 and next_due < live.total_steps and next_due - live.state.step <= PREPARE_STEPS
 
     def _save_due(self) -> bool:
         live, step = self._live, self._live.state.step
-        every = live.plan.checkpoint_every
         best = live.recipe.checkpoint.best and live.state.evaluation.best_step == step
-        return step > 0 and (best or (isinstance(every, int) and step % every == 0))
+        return live.interval.due_after(step) or (step > 0 and best)
 
-    def _save_unless_saved(self, required: bool) -> None:
-        live, step = self._live, self._live.state.step
-        if self._saved_step == step:
-            return
+    def _complete(self) -> None:
+        """A checkpoint of this boundary, committed."""
+        self._live.saving.complete(self._check_weights)
+
+    def _check_weights(self) -> None:
+        """Weights that are no longer numbers must not replace those that were."""
         self.settle()
+        live, step = self._live, self._live.state.step
         if step > 0:
+            self._check_agreement(self._agreement.compared_now())  # first: then one norm is that of all replicas
             norm = float(total_norm([(p, p.detach()) for p in live.model.parameters()], live.world))
-            self._check_finite("norm of the weights", norm, step, live.samples_of(step - 1), self._saved_step or 0)
-        if save(live, required):
-            self._saved_step = step
-            live.hooks.on_checkpoint(live.store.path(step))
-        self._last_save = time.monotonic()
+            self._check_finite("norm of the weights", norm, step, self._last_good_step)
+        self._last_good_step = step
 
     def _finished(self, reason: str) -> Ending:
         self._live.recorder.event("finish", step=self._live.state.step, reason=reason)
+        self._live.watch.where.enter("hooks")
         self._live.hooks.on_end("finished", reason)
+        self._live.saving.close(finished=True)
         return Ending("finished", reason)
 
     def _stopped(self) -> Ending:
         reason = self._live.stop.reason or "stop requested"
         self._live.recorder.event("stop-request", step=self._live.state.step, reason=reason)
+        self._live.watch.where.enter("hooks")
         self._live.hooks.on_end("stopped", reason)
+        self._live.saving.close()
         return Ending("stopped", reason)
 
-    def _check_finite(
-        self, what: str, value: float | None, step: int, positions: range, last_good_step: int | None = None
-    ) -> None:
+    def _check_finite(self, what: str, value: float | None, step: int, last_good_step: int | None = None) -> None:
         if value is None or math.isfinite(value):
             return
-        data, seed = self._live.train_data, self._live.recipe.seed
-        indices = data.numbers_of(sample_indices(seed, data.length, positions.start, len(positions)))
-        self._fail(
-            not_a_number(
-                what=what,
-                value=value,
-                step=step,
-                last_good_step=step - 1 if last_good_step is None else last_good_step,
-                positions=positions,
-                indices=indices.tolist(),
-                saved_step=self._saved_step,
-            )
+        live, data = self._live, self._data_of(step)
+        live.saving.rescue()
+        error = not_a_number(
+            what=what,
+            value=value,
+            step=step,
+            last_good_step=step - 1 if last_good_step is None else last_good_step,
+            data=data,
+            saved_step=live.saving.newest,
         )
+        if live.recipe.on_nan == "rollback":
+            self._go_back("not-a-number", error, step - 1, data)
+        self._fail(error)
+
+    def _without(self, numbers: StepNumbers, step: int) -> StepNumbers:
+        """With `on_nan: skip`, a bad step has changed nothing: its numbers, as far as they count. Else it ends here."""
+        live, state = self._live, self._live.state
+        finite = math.isfinite(numbers.loss)
+        what, value = ("gradient norm", numbers.grad_norm or math.nan) if finite else ("loss", numbers.loss)
+        if live.recipe.on_nan != "skip":
+            # Another rank may have seen what is finite here.
+            self._check_finite(what, math.nan if math.isfinite(value) else value, step)
+        data = self._data_of(step)
+        state.skipped_steps.append(step - 1)
+        state.not_finite_steps.append(step - 1)
+        live.recorder.event(
+            "skipped-step",
+            step=step,
+            kind="not-a-number",
+            message=f"step {step} is skipped: the {what} is {value}. Its samples: {data.text}",
+            skipped_steps=len(state.skipped_steps),
+            **data.fields,
+        )
+        error = too_many_skipped(state.not_finite_steps, data)
+        if error is not None:
+            live.saving.rescue()
+            self._fail(error)
+        return replace(numbers, loss_sum=0.0, count=0.0, grad_norm=None)
+
+    def _tell_of_spike(self, spike: Spike, step: int) -> None:
+        live, first = self._live, step - spike.steps + 1
+        data = self._data_of(first, step)
+        error = spiked(spike, first, step, data, live.saving.newest)
+        if live.recipe.on_spike == "rollback":
+            self._go_back("loss-spike", error, first - 1, data)
+        live.recorder.event("fault", **{**error.document(), "kind": "loss-spike"})
+
+    def _check_agreement(self, error: GradusError | None) -> None:
+        """Replicas that do not hold the same any more: one of them computes with wrong numbers."""
+        if error is None:
+            return
+        self._live.saving.rescue()
+        if self._live.recipe.on_nan == "rollback":
+            self._go_back(error.kind, error, self._agreement.last_step, None)
+        self._fail(error)
+
+    def _go_back(self, kind: str, error: GradusError, good_step: int, data: StepData | None) -> NoReturn:
+        self._live.recorder.event("fault", **{**error.document(), "kind": kind})
+        raise GoBack(kind, error, good_step, data)
+
+    def _data_of(self, first: int, last: int | None = None) -> StepData:
+        """The samples of a step (from 1), or of those from one to another."""
+        live = self._live
+        start, stop = live.samples_of(first - 1).start, live.samples_of((last or first) - 1).stop
+        places = past_skipped(np.arange(start, stop), live.state.skipped_positions)
+        indices = live.train_data.numbers_of(live.order.at(places))
+        return StepData(range(int(places[0]), int(places[-1]) + 1), indices.tolist())
 
     def _check_some_steps_happen(self, step: int, scale: float | None) -> None:
         last = self._live.state.skipped_steps[-MOST_SKIPPED_STEPS:]
         if len(last) == MOST_SKIPPED_STEPS and last[0] == step - MOST_SKIPPED_STEPS:
             self._fail(always_overflows(step=step, skipped=MOST_SKIPPED_STEPS, scale=scale or 0.0))
 
-    def _fail(self, error: DoNotRestart) -> NoReturn:
+    def _check_some_step_fits(self) -> None:
+        """An attempt that its deadline ends before the first step would do no better when it is requeued.
+
+        Several ranks get to know of it a few steps ahead, so that each attempt makes some.
+        """
+        stop, step = self._live.stop, self._live.state.step
+        if step == self._first_step and stop.by_deadline and stop.deadline is not None and not self.interrupted:
+            self._fail(too_short(stop.deadline, step))
+
+    def _fail(self, error: GradusError) -> NoReturn:
         self._live.recorder.event("fault", **error.document())
         raise error

@@ -56,7 +56,9 @@ def open_data(recipe: Recipe, split: Split) -> Indexed | None:
     if not is_import_path(use):
         if split == "validation" and recipe.data.options.get("validation") == 0:
             return None
-        return Indexed(open_source(use, data_options(recipe), split, recipe.seed))
+        source = open_source(use, data_options(recipe), split, recipe.seed)
+        source.pads_to_longest = recipe.data.group_by_length is not None
+        return Indexed(source)
     dataset, part = _user_data(recipe, split)
     if part is not None:
         dataset = _Subset(dataset, part)
@@ -102,6 +104,21 @@ def _is_pair_of_datasets(returned: Any) -> bool:
     return pair and not any(isinstance(part, (Mapping, tuple, torch.Tensor)) for part in returned)
 
 
+def _lengths(given: Any, samples: int) -> np.ndarray[Any, Any]:
+    """Of all samples of a user's dataset, or else those of a part of it cannot be told."""
+    lengths = np.asarray(given)
+    if lengths.ndim != 1 or len(lengths) != samples:
+        entries = f"{len(lengths)} entries" if lengths.ndim == 1 else f"the shape {list(lengths.shape)}"
+        raise InputError(
+            f"data.use: `lengths` has {entries}, the dataset has {samples} samples",
+            hint="give it a whole number for each sample",
+            field="data.use",
+            found=list(lengths.shape),
+            allowed=[samples],
+        )
+    return lengths
+
+
 class _Subset:
     """Some samples of a map-style dataset."""
 
@@ -109,6 +126,10 @@ class _Subset:
         self._dataset = dataset
         self.part = part
         self.collate = getattr(dataset, "collate", None)
+        self.fingerprint = getattr(dataset, "fingerprint", None)  # which samples of it, the recipe says
+        self.what = type(dataset).__name__  # messages speak of the user's class
+        lengths = getattr(dataset, "lengths", None)
+        self.lengths = None if lengths is None else _lengths(lengths, len(dataset))[part.locate(np.arange(part.length))]
 
     def __len__(self) -> int:
         return self.part.length

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from gradus.hardware.detect import detect_machine
 from gradus.hardware.torch_build import TorchBuild, check_torch_can_use
+from gradus.record.variables import GPU, OWN
 from gradus.schema.errors import InputError
 
 
@@ -20,7 +23,8 @@ def rank_device(local_rank: int, ranks_per_gpu: int = 1) -> torch.device:
     check_torch_can_use(machine, build)
     if not machine.gpus:
         return torch.device("cpu")
-    number = gpu_of(local_rank, len(machine.gpus), ranks_per_gpu)
+    alone = os.environ.get(GPU) == OWN
+    number = 0 if alone else gpu_of(local_rank, len(machine.gpus), ranks_per_gpu)
     device = torch.device("cuda", number)
     try:
         torch.cuda.set_device(device)

@@ -30,6 +30,7 @@ def evaluate(
     numbers: Numbers,
     world: World,
     stop: StopRequest,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float] | None:
     """Means over the validation samples, or None when a stop request came in between.
 
@@ -41,6 +42,7 @@ def evaluate(
     model.eval()
     try:
         for micro in loader.micro_batches(0, batches):
+            on_batch()
             if _asked_to_stop(stop, world):
                 interrupted += 1
                 break

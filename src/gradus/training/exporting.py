@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradus.checkpoint.manifest import TENSORS, committed_steps, verify_folder
+from gradus.checkpoint.chosen import chosen_folder
+from gradus.checkpoint.manifest import stored_tensors, verify_folder
 from gradus.checkpoint.reading import DTYPES, NAMES, read_tensor
 from gradus.checkpoint.state import model_tensors, restore_model
-from gradus.checkpoint.store import Checkpoint
-from gradus.checkpoint.tensor_file import StoredTensor, read_header
-from gradus.checkpoint.weights import ADAPTER_MARK, CONFIG, MODEL_PREFIX, SINGLE
+from gradus.checkpoint.tensor_file import StoredTensor
+from gradus.checkpoint.weights import ADAPTER_MARK, CONFIG, MODEL_PREFIX
 from gradus.checkpoint.writing import Writable, write_tensors
 from gradus.models import catalogue
 from gradus.models.config_json import config_of
@@ -30,19 +31,21 @@ from gradus.record.directory import RunDirectory
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.building import build_model
+from gradus.training.export_shards import SHARD_BYTES, Files, byte_count, sharded
 from gradus.training.lora import adapted_layers, merge_adapters
 
 ADAPTER, ADAPTER_SETTINGS = "adapter.safetensors", "adapter.json"
 ExportLayout = Literal["gradus", "huggingface"]
+Report = Callable[[int, int | None], None]  # bytes so far, and in all
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A verified checkpoint and the recipe that it was made by, where that is known."""
+    """A checkpoint, whose bytes are verified as they are read, and the recipe that it was made by, where known."""
 
     path: Path
     step: int
-    state: Mapping[str, Any]
+    manifest: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     recipe: Recipe | None
 
@@ -57,12 +60,11 @@ class Saved:
 
 def open_saved(path: Path, step: int | None = None, recipe: Recipe | None = None) -> Saved:
     """The checkpoint that a run directory (its newest, unless `step` is given) or a checkpoint's folder stands for."""
-    folder = path if (path / TENSORS).exists() else _folder_of(path, step)
-    manifest = verify_folder(folder)
+    folder = chosen_folder(path, step)
+    manifest = verify_folder(folder, every_byte=False)
     if recipe is None:
         recipe = _recipe_beside(folder)
-    tensors = read_header(folder / TENSORS, "checkpoint").tensors
-    return Saved(folder, int(manifest["step"]), manifest["state"], tensors, recipe)
+    return Saved(folder, int(manifest["step"]), manifest, stored_tensors(folder, manifest), recipe)
 
 
 def _whole_model(saved: Saved) -> nn.Module:
@@ -80,53 +82,92 @@ def _whole_model(saved: Saved) -> nn.Module:
     dtype = torch.float64 if "F64" in floats else torch.float32
     with recipe.blamed():
         model = build_model(recipe, torch.device("cpu"), dtype, load_weights=False)
-    restore_model(model, Checkpoint(saved.step, saved.path, dict(saved.state)).stored())
+    restore_model(model, saved.tensors)
     return model
 
 
-def export(saved: Saved, out: Path, layout: ExportLayout = "gradus", *, adapter: bool = False) -> list[Path]:
-    """Write a checkpoint's model to a new folder. The files that were written."""
+def export(
+    saved: Saved,
+    out: Path,
+    layout: ExportLayout = "gradus",
+    *,
+    adapter: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    report: Report | None = None,
+) -> list[Path]:
+    """Write a checkpoint's model to a new folder, one tensor at a time. The files that were written.
+
+    What is larger than `shard_bytes` becomes several files and an index, as Hugging Face has it. A failure, and damage
+    that shows while the checkpoint is read, leave nothing.
+    """
     files: Files
     model: Any = None
     if adapter:
         files = _adapter_files(saved)
     elif layout == "gradus":
-        files = {SINGLE: _own_tensors(saved)}
+        files = sharded(_own_tensors(saved), shard_bytes)
     elif _has_our_layers(saved):
-        files = _hugging_face_files(saved)
+        files = _hugging_face_files(saved, shard_bytes)
     else:
         files, model = {}, _transformers_model(saved)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out: {out} exists already", hint="name a new folder", field="--out", found=str(out))
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         if model is not None:
-            model.save_pretrained(out)
+            model.save_pretrained(out, max_shard_size=shard_bytes)
             return sorted(out.iterdir())
-        for name, content in files.items():
-            if isinstance(content, str):
-                (out / name).write_text(content)
-            else:
-                write_tensors(out / name, content)
-    except OSError as error:
-        raise InputError(f"--out: {out}: {error.strerror}", field="--out", found=str(out)) from error
+        _write(out, files, report)
+    except BaseException as error:
+        _remove_again(out, missing)
+        if isinstance(error, OSError):
+            raise InputError(f"--out: {out}: {error.strerror}", field="--out", found=str(out)) from error
+        raise
     return [out / name for name in files]
 
 
-Files = dict[str, "dict[str, Writable] | str"]
+def _write(out: Path, files: Files, report: Report | None) -> None:
+    tensors = [t for content in files.values() if not isinstance(content, str) for t in content.values()]
+    total, done = sum(byte_count(tensor) for tensor in tensors), 0
+
+    def counted(tensor: Writable) -> Tensor:
+        nonlocal done
+        done += byte_count(tensor)
+        if report is not None:
+            report(done, total)
+        return tensor.get()
+
+    for name, content in files.items():
+        if isinstance(content, str):
+            (out / name).write_text(content)
+        else:
+            told = {n: Writable(t.dtype, t.shape, partial(counted, t)) for n, t in content.items()}
+            write_tensors(out / name, told)
+
+
+def _remove_again(out: Path, missing: list[Path]) -> None:
+    """What was begun: the files in a folder that was empty, and the folders that were not there."""
+    for file in out.iterdir() if out.is_dir() else ():
+        if file.is_file():
+            file.unlink()
+    for folder in missing:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _own_tensors(saved: Saved) -> dict[str, Writable]:
     return {name: Writable(dtype, shape, get) for name, dtype, shape, get in _tensors(saved)}
 
 
-def _hugging_face_files(saved: Saved) -> Files:
+def _hugging_face_files(saved: Saved, shard_bytes: int) -> Files:
     recipe = _required_recipe(saved, "--layout huggingface")
     _, settings = catalogue.resolve(recipe.model.use, recipe.model.options)
     layout = layout_of(settings)
     ours = {name: (dtype, shape, get) for name, dtype, shape, get in _tensors(saved)}
     tensors = {link.theirs: _linked(link, *ours[link.ours]) for link in layout.links}
-    return {SINGLE: tensors, CONFIG: json.dumps(config_of(layout.name, settings), indent=2) + "\n"}
+    config = json.dumps(config_of(layout.name, settings), indent=2) + "\n"
+    return {**sharded(tensors, shard_bytes), CONFIG: config}
 
 
 def _has_our_layers(saved: Saved) -> bool:
@@ -196,21 +237,6 @@ def merged_tensors(model: nn.Module) -> dict[str, Tensor]:
     layers = adapted_layers(model)
     tensors = {name: t.detach() for name, t in model_tensors(model).items() if not name.endswith(("lora_a", "lora_b"))}
     return tensors | {f"{name}.weight" if name else "weight": layer.merged() for name, layer in layers.items()}
-
-
-def _folder_of(path: Path, step: int | None) -> Path:
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = committed_steps(folder)
-    if not steps:
-        raise InputError(f"{path}: no checkpoint there", field="RUN", found=str(path), allowed="a run or a checkpoint")
-    if step is not None and step not in steps:
-        raise InputError(
-            f"--step: found {step}, {path} has {', '.join(map(str, steps))}",
-            field="--step",
-            found=step,
-            allowed=list(steps),
-        )
-    return folder / steps[max(steps) if step is None else step]
 
 
 def _recipe_beside(checkpoint: Path) -> Recipe | None:

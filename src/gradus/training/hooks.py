@@ -9,7 +9,7 @@ In the recipe: `hooks: [notify.py:Notify]`, or `{use: notify.py:Notify, key: val
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ class Hook:
         """After an evaluation."""
 
     def on_checkpoint(self, run: HookRun, path: Path) -> None:
-        """After a checkpoint was written and verified."""
+        """After a checkpoint was written and verified, which is some steps after the one that it is of."""
 
     def on_end(self, run: HookRun, state: str, reason: str) -> None:
         """The run is `finished` or `stopped`; not called when it fails."""
@@ -174,6 +174,11 @@ class Hooks:
             for key, value in state.items():
                 kept[f"hooks.{short_name(use)}.{key}"] = _kept(use, key, value, hook.every_rank)
         return kept
+
+    def of_rank_0(self, names: Iterable[str]) -> frozenset[str]:
+        """Which of these are kept for hooks that rank 0 alone has."""
+        prefixes = tuple(f"hooks.{short_name(use)}." for use, hook in self._hooks if not hook.every_rank)
+        return frozenset(name for name in names if name.startswith(prefixes))
 
     def restore(self, tensors: Mapping[str, StoredTensor]) -> None:
         for use, hook in self._hooks:

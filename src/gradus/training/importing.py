@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradus.checkpoint.pickled import read_pickled
 from gradus.checkpoint.reading import NAMES
-from gradus.checkpoint.tensor_file import ITEM_BYTES, StoredTensor
+from gradus.checkpoint.tensor_file import StoredTensor
 from gradus.checkpoint.weights import Weights
 from gradus.checkpoint.writing import Writable, write_tensors
 from gradus.schema.errors import InputError
@@ -41,8 +41,5 @@ def import_weights(file: Path, out: Path, recipe: Recipe | None = None) -> dict[
 
 def _check_fits(file: Path, tensors: dict[str, Tensor], recipe: Recipe) -> None:
     model = initial_model(recipe, torch.device("cpu"), torch.float32)
-    shapes = {
-        name: StoredTensor(file, NAMES[t.dtype], tuple(t.shape), 0, t.numel() * ITEM_BYTES[NAMES[t.dtype]])
-        for name, t in tensors.items()
-    }
+    shapes = {name: StoredTensor(NAMES[t.dtype], tuple(t.shape), ()) for name, t in tensors.items()}
     assignments(model, Weights(file, shapes), recipe.model.weights_skip)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
-import socket
 import sys
 import time
 import traceback
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
+from gradus.record.node import node_name
 from gradus.record.outcome import read_outcome, write_outcome
 from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, GradusError
 from gradus.training.boundary import Ending
@@ -40,6 +41,20 @@ def tell_ending(live: LiveRun, ending: Ending, summary: list[str] | None = None)
     write_outcome(live.run, live.attempt, outcome | ({"summary": summary} if summary else {}))
 
 
+def note_steps_made(error: Exception, steps: int) -> None:
+    """Leave with an error how many steps the run had made: the same error after as many would come again."""
+    with contextlib.suppress(AttributeError):  # of an exception that takes no attributes
+        error.gradus_steps_made = steps  # type: ignore[attr-defined]
+
+
+def _steps_made(error: BaseException | None) -> int | None:
+    while error is not None:
+        if hasattr(error, "gradus_steps_made"):
+            return int(error.gradus_steps_made)
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def tell_failure(run: RunDirectory, attempt: int, error: Exception, rank: int) -> None:
     """Write why this rank failed, unless another rank's failure came first and explains it."""
     if _lost_a_peer(error):
@@ -48,7 +63,7 @@ def tell_failure(run: RunDirectory, attempt: int, error: Exception, rank: int) -
             if read_outcome(run, attempt) is not None:
                 return
             time.sleep(0.1)
-    document: dict[str, Any] = {"rank": rank, "node": socket.gethostname()}
+    document: dict[str, Any] = {"rank": rank, "node": node_name(), "steps_made": _steps_made(error)}
     if isinstance(error, GradusError):
         document |= error.document()
         exit_code = error.exit_code

@@ -7,9 +7,13 @@ first and its data later.
 from __future__ import annotations
 
 import math
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +21,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from gradus.checkpoint.part import COMMITTED
 from gradus.checkpoint.store import Checkpoint, CheckpointStore
 from gradus.data.loader import Indexed, Loader, Slices
+from gradus.data.order import Order
+from gradus.data.orders import note_of, order_for
+from gradus.data.position import DataPosition, specification_hash, specification_of, with_skipped
+from gradus.data.workers import loader_stacks
 from gradus.faults.announcements import Announcements
+from gradus.faults.deadline import deadline_of
 from gradus.faults.stop_request import StopRequest
+from gradus.faults.watch import Watch
+from gradus.faults.watchdog import Patience
 from gradus.hardware.catalogue import find_gpu, peak_flops
+from gradus.hardware.rank_cores import cores_of_rank
 from gradus.parallel.batch_norm import has_batch_norm
 from gradus.parallel.context import split_sequence
 from gradus.parallel.local_sgd import LocalSGD, check_can_step_alone
@@ -32,10 +45,12 @@ from gradus.parallel.shard import let_go
 from gradus.parallel.support import accumulated_statistics
 from gradus.parallel.wiring import Wiring
 from gradus.parallel.world import World, alone
-from gradus.planner.budget import length_of
+from gradus.planner.budget import between_failures, length_of
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
-from gradus.schema.errors import InputError
+from gradus.record.variables import BIND, OWN
+from gradus.schema.cluster import Cluster
+from gradus.schema.errors import GradusError, InputError
 from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
@@ -53,9 +68,14 @@ from gradus.training.pipeline_step import PipelineStep, wiring_of
 from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
 from gradus.training.preparation import prepared
 from gradus.training.recorder import Rates, Recorder
-from gradus.training.saving import check_same_data, newest_checkpoint, resume
+from gradus.training.resuming import bring_home, check_same_stream, newest_checkpoint, resumed, step_back
+from gradus.training.rollback import check_can_recover, left_out_by_rollbacks
+from gradus.training.save_interval import SaveInterval
+from gradus.training.saving import Saving, local_tier
 from gradus.training.schedules import Schedule, learning_rate, scaled_peak
+from gradus.training.staged import staged_recipe
 from gradus.training.step import TrainingStep
+from gradus.training.trained_samples import TrainedSamples
 from gradus.training.training_state import TrainingState
 
 EVALUATION_ORDER = 0  # the key of the order in which validation samples are taken: the same for every run
@@ -69,7 +89,10 @@ class Evaluator:
 
 class LiveRun:
     train_data: Indexed
+    order: Order
+    specification: dict[str, Any]  # what decides which sample is at which position
     loader: Loader
+    samples: TrainedSamples
     model: nn.Module  # without wrappers; `step.model` is what is called
     optimizer: torch.optim.Optimizer
     objective: Objective | None = None
@@ -88,46 +111,92 @@ class LiveRun:
     scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
     last_loss: float | None = None  # of the last step whose numbers have arrived
 
-    def __init__(self, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        run: RunDirectory,
+        attempt: int,
+        world: World,
+        *,
+        rebuilds: bool = False,
+        watched: bool = True,
+    ) -> None:
+        """`rebuilds`: whether the model can be built anew if loading finds its checkpoint damaged. `watched`: whether
+        the run is ended if it hangs."""
         world = world.arranged(plan.mesh)
         self.recipe, self.plan, self.run, self.attempt, self.world = recipe, plan, run, attempt, world
         # First of all: its heartbeat shows that the run is alive while a large model is built or loaded.
         self.recorder = Recorder(run, attempt, world, recipe.log_every)
+        self.watch = Watch(
+            run,
+            attempt,
+            world,
+            self.recorder.event,
+            Patience.of(recipe.watchdog if watched else None),
+            being_written=self._commit_to_come,
+            more_stacks=loader_stacks,
+        )
+        self.recorder.on_restart, self.recorder.on_close = self.watch.elsewhere, self.watch.close
         self.state = TrainingState()
-        self.store = CheckpointStore(run.checkpoints)
-        self.stop = StopRequest(run.stop_file, world)
+        self.store = CheckpointStore(run.checkpoints, local_tier(recipe.checkpoint.local, run))
+        self.stop = StopRequest(run.stop_file, world, deadline=deadline_of())
         self.announcements = Announcements(world)
-        every = plan.checkpoint_every
-        self.saves_by_clock = isinstance(every, str)
-        self.checkpoint_seconds = seconds_of(every) if isinstance(every, str) else 0.0
+        self.cluster = _cluster_of(run, attempt)
+        self.interval = SaveInterval(plan.checkpoint_every, between_failures(plan, self.cluster))
+        self.rebuilds = rebuilds
+        self.distrusted: set[int] = set()  # steps of checkpoints that were found damaged
         with self.recorder.told_of_failure():
+            check_can_recover(recipe, plan, own_loop=not rebuilds)
             self.numbers: Numbers = numbers_for(plan.precision, world.device)
             apply_backend_settings(self.numbers, recipe.deterministic)
             torch.autograd.set_detect_anomaly(recipe.anomaly)
             self.hooks = Hooks(self, recipe.hooks)
+            bring_home(self)
             self.checkpoint: Checkpoint | None = newest_checkpoint(self)  # to go on from
+            self.saving = Saving(self)
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World) -> LiveRun:
+    def from_recipe(
+        cls, recipe: Recipe, plan: Plan, run: RunDirectory, attempt: int, world: World, *, watched: bool = True
+    ) -> LiveRun:
         """All that the recipe names, built and, where there is a checkpoint, restored."""
-        live = cls(recipe, plan, run, attempt, world)
+        live = cls(recipe, plan, run, attempt, world, rebuilds=True, watched=watched)
         with live.recorder.told_of_failure(), out_of_memory_explained(live):
-            train = open_data(recipe, "train")
+            live.watch.where.enter("staging")
+            here = staged_recipe(live)
+            live.watch.where.enter("building")
+            train = open_data(here, "train")
             if train is None:
                 raise InputError("data.use: there are no training samples", field="data.use", found=0, allowed=">= 1")
             live.use_data(train)
-            validation = open_data(recipe, "validation")
+            validation = open_data(here, "validation")
             live.evaluator = live.evaluator_for(validation) if validation is not None else None
             live.check_same_data_on_ranks()
-            begins = live.checkpoint is None
-            dtype, divided = live.numbers.parameters, plan.divided
-            described = described_model(recipe, live.world, dtype, divided=divided, load_weights=begins)
-            live.objective = Objective(recipe, described.model, context=plan.mesh.context)
-            live.objective.check_metric(recipe.evaluate.metric, reference_model=recipe.model.built_in)
-            live.use_model(described)
-            live.restore()
+            live.rebuild()
             live.begin()
         return live
+
+    def rebuild(self) -> None:
+        """The model, built and, where there is a checkpoint, as the newest that can be trusted left it."""
+        self._build_model()
+        while not self.restore():
+            step_back(self)
+            self._build_model()
+
+    def _build_model(self) -> None:
+        self.watch.where.enter("building")
+        recipe, plan = self.recipe, self.plan
+        described = described_model(
+            recipe,
+            self.world,
+            self.numbers.parameters,
+            divided=plan.divided,
+            load_weights=self.checkpoint is None,
+        )
+        self.objective = Objective(recipe, described.model, context=plan.mesh.context)
+        self.objective.check_metric(recipe.evaluate.metric, reference_model=recipe.model.built_in)
+        self.use_model(described)
 
     def use_data(self, data: Indexed) -> None:
         recipe, source = self.recipe, data.source
@@ -138,7 +207,9 @@ class LiveRun:
         length = length_of(recipe, data.length, self.tokens_per_sample)
         assert length is not None, "the dataset is there"
         self.total_samples, self.total_steps = length.samples, length.steps
-        self.loader = self._loader(data, recipe.batch, self.total_samples, self.plan.accumulate, recipe.seed)
+        self.order = order_for(data, recipe.data, recipe.seed, recipe.batch)
+        self.specification = specification_of(recipe, data, self.order)
+        self._make_loader()
 
     def use_model(
         self, described: Described, optimizer: torch.optim.Optimizer | None = None, *, fixed_buckets: bool = False
@@ -189,8 +260,17 @@ class LiveRun:
             clip, seed = recipe.optimizer.clip, recipe.seed
             assert self.objective is not None
             self.step = PipelineStep(
-                wrapped, self.optimizer, self.objective, self.numbers, world, plan, clip=clip, seed=seed
+                wrapped,
+                self.optimizer,
+                self.objective,
+                self.numbers,
+                world,
+                plan,
+                clip=clip,
+                seed=seed,
+                on_nan=recipe.on_nan,
             )
+            self.step.own = self.watch.own
             return
         self.step = TrainingStep(
             wrapped,
@@ -204,23 +284,34 @@ class LiveRun:
             zero=plan.zero,
             accumulate_in_fp32=plan.accumulate_dtype == "fp32",
             local_sgd=self.local_sgd,
+            on_nan=recipe.on_nan,
         )
+        self.step.own = self.watch.own
+        self.watch.own.watch_gradients(self.step.model)
 
-    def restore(self) -> None:
-        """Put the state of the checkpoint in place, if there is one."""
-        if self.checkpoint is not None:
-            resume(self, self.checkpoint)
+    def restore(self) -> bool:
+        """Put the state of the checkpoint in place, if there is one. False: it is damaged, and so is the state now."""
+        self.watch.where.enter("loading")
+        return self.checkpoint is None or resumed(self, self.checkpoint)
 
     def begin(self) -> None:
         """Data and model are there: check that they fit what was restored, and say how it starts."""
         if self.checkpoint is not None:
-            check_same_data(self, self.checkpoint)
+            check_same_stream(self, self.checkpoint)
+        elif self.world.leads and self.distrusted:
+            self.recorder.event("resume", step=0, message="no checkpoint can be used: starts again from step 0")
+        self.leave_out([*self.recipe.data.skip, *left_out_by_rollbacks(self)])
         self.schedule = learning_rate(self.recipe.optimizer, self.recipe.batch, self.total_steps)
         recorder, rates = self.recorder, self._rates()
         recorder.rates = rates
         recorder.status(step=self.state.step, steps_total=self.total_steps)
         start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": self.world.size, **rates.mfu()}
         recorder.event("start", **start)
+        self.samples = TrainedSamples(self)
+        if self.world.device.type == "cpu" and self.cluster is not None and self.cluster.gpus_per_node:
+            promised = f"{self.cluster.gpus_per_node} × {self.cluster.gpu_name}" if self.cluster.gpu else "GPUs"
+            message = f"trains on the CPU: {self.cluster.name} promises {promised} on each node, but there is none here"
+            recorder.event("warning", message=message)
         total, trained = self.parameter_counts
         if trained < total:
             recorder.event("model", message=f"trains {trained:,} of {total:,} parameters")
@@ -233,9 +324,33 @@ class LiveRun:
         note = getattr(self.train_data, "note", None)
         if note:
             recorder.event("data", message=note)
+        if self.world.leads and (note := note_of(self.order, self.total_samples)):
+            recorder.event("data", message=note)
+        if self.plan.workers == "auto":
+            self._choose_workers()
         _, scaling = scaled_peak(self.recipe.optimizer, self.recipe.batch)
         if scaling:
             recorder.event("learning-rate", message=scaling)
+
+    def leave_out(self, positions: Sequence[Sequence[int]]) -> None:
+        """Of the stream, from now on, besides those that the checkpoint says are to be skipped."""
+        before, trained = self.state.skipped_positions, min(self.state.step * self.recipe.batch, self.total_samples)
+        self.state.skipped_positions = with_skipped(before, positions, trained)
+        if self.state.skipped_positions:
+            self._make_loader()  # it was made before they were known
+        if self.state.skipped_positions != before:
+            told = ", ".join(f"{first} to {end - 1}" for first, end in self.state.skipped_positions)
+            self.recorder.event("data", message=f"positions {told} of the stream are left out (data.skip)")
+
+    def _choose_workers(self) -> None:
+        own = os.environ.get(BIND) == OWN
+        cores = cores_of_rank(1 if own else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        chosen = self.loader.choose_workers(self.state.step, cores)
+        if chosen is None:
+            return
+        self.recorder.event("workers", message=chosen.reason, workers=chosen.workers)
+        if self.evaluator is not None:
+            self.evaluator.loader.workers = chosen.workers
 
     def samples_of(self, step: int) -> range:
         """Positions in the stream of the samples of step number `step` (from 0)."""
@@ -257,21 +372,37 @@ class LiveRun:
         assert evaluator is not None
         loader, batches = evaluator.loader, evaluator.batches
         try:
-            return evaluate(self.model, objective, loader, batches, self.numbers, self.world, self.stop)
+            on_batch = self.watch.where.batch
+            return evaluate(self.model, objective, loader, batches, self.numbers, self.world, self.stop, on_batch)
         finally:
             let_go(self.model)
 
     def evaluate(self, objective: Measure | None = None, evaluator: Evaluator | None = None) -> dict[str, float] | None:
         """An evaluation that counts: recorded, and noted for early stopping and the best checkpoint."""
+        self.watch.where.enter("evaluating")
         self.meet()
         began = time.monotonic()
-        results = self.measure(objective, evaluator)
+        try:
+            results = self.measure(objective, evaluator)
+        except GradusError as error:
+            saved = self.saving.committed
+            kept = "nothing is saved yet" if saved is None else f"training is saved up to step {saved}"
+            if not error.message.startswith("run.evaluate"):  # which says where it happened
+                error.message = f"in the evaluation after step {self.state.step} ({kept}): {error.message}"
+                error.args = (error.message,)
+            raise
         if results is not None:
             self.recorder.evaluation(self.state.step, results, time.monotonic() - began)
             self.state.evaluation.note(self.state.step, results, self.recipe.evaluate)
+            self.watch.where.enter("hooks")
             self.hooks.on_evaluate(results)
         self.recorder.restart_clock()
         return results
+
+    def _commit_to_come(self) -> Path | None:
+        """The file that will say that the checkpoint which is being written is complete."""
+        step = self.saving.being_written
+        return None if step is None else self.store.path(step) / COMMITTED
 
     def meet(self) -> None:
         """Before an evaluation or a checkpoint: one model on all ranks, buffers included. All ranks must call it."""
@@ -301,8 +432,19 @@ class LiveRun:
                 "evaluation batches": self.evaluator.batches if self.evaluator else 0,
             }
         )
+        # As many samples need not be the same ones. 60 bits of the hash are a number that a tensor can hold.
+        self._check_ranks_agree(
+            {"specification": int(specification_hash(self.specification)[:15], 16)},
+            "the data is not the same on all nodes; ranks that see other samples than rank 0: {ranks}",
+            hint="compare the files under data.path on the nodes: their content, names and sizes",
+        )
 
-    def _check_ranks_agree(self, facts: dict[str, int]) -> None:
+    def _check_ranks_agree(
+        self,
+        facts: dict[str, int],
+        message: str = "the ranks do not agree on the number of {name}: {values}",
+        hint: str = "the model and data callables must return the same on every rank",
+    ) -> None:
         """Ranks that see another dataset or model would train on nonsense, or wait for each other for ever."""
         if self.world.size == 1:
             return
@@ -311,19 +453,30 @@ class LiveRun:
         dist.all_gather(everyone, mine)
         for name, values in zip(facts, torch.stack(everyone).T.tolist(), strict=True):
             if len(set(values)) > 1:
-                raise InputError(
-                    f"the ranks do not agree on the number of {name}: {values}",
-                    hint="the model and data callables must return the same on every rank",
-                    found=values,
-                )
+                others = ", ".join(str(rank) for rank, value in enumerate(values) if value != values[0])
+                raise InputError(message.format(name=name, values=values, ranks=others), hint=hint, found=values)
 
-    def _loader(self, data: Indexed, batch: int, total: int, accumulate: int, seed: int) -> Loader:
+    def _make_loader(self) -> None:
+        recipe, accumulate = self.recipe, self.plan.accumulate
+        self.loader = self._loader(
+            self.train_data, recipe.batch, self.total_samples, accumulate, recipe.seed, self.order
+        )
+
+    def position(self, samples: int) -> DataPosition:
+        """Where in the stream the run is after so many samples."""
+        hashed = specification_hash(self.specification)
+        return DataPosition(self.recipe.seed, samples, self.state.skipped_positions, hashed)
+
+    def _loader(
+        self, data: Indexed, batch: int, total: int, accumulate: int, seed: int, order: Order | None = None
+    ) -> Loader:
         slices = Slices(
             batch=batch,
             micro_batch=self.plan.micro_batch,
             accumulate=accumulate,
             data_rank=self.world.data_rank,
             total_samples=total,
+            skipped=self.state.skipped_positions if order is not None else (),
         )
         return Loader(
             data,
@@ -331,7 +484,9 @@ class LiveRun:
             self.world.device,
             self.numbers.parameters,
             seed=seed,
-            workers=self.plan.workers,
+            order=order,
+            workers=0 if self.plan.workers == "auto" else self.plan.workers,
+            timeout_seconds=seconds_of(self.recipe.data.timeout) if self.recipe.data.timeout else None,
             on_device=self.plan.data_on_device,
             channels_last=self.plan.channels_last,
             part_of=partial(split_sequence, world=self.world) if self.plan.mesh.context > 1 else None,
@@ -360,6 +515,12 @@ class LiveRun:
             peak_flops=peak * self.world.size if peak else None,
             peak_source=f"{self.plan.precision} dense, {gpu.sources['peak_tflops']}" if gpu and peak else None,
         )
+
+
+def _cluster_of(run: RunDirectory, attempt: int) -> Cluster | None:
+    """What the attempt's files say about where it runs."""
+    file = run.attempt_path(attempt) / "cluster.yaml"
+    return Cluster.load(file) if file.exists() else None
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from gradus.models.huggingface_documents import require_apart
 from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
 from gradus.schema.callables import import_callable, is_import_path
@@ -53,6 +54,8 @@ class Objective:
         self._rule = None if self._loss else rule_for(model)
         self._config = getattr(model, "config", None)
         self._added = _keywords_to_add(model, self._signature)
+        if recipe.data.packs and is_pretrained_model(type(model)):
+            require_apart(model)
         self._metrics = {metric.title: self._named_metric(metric, model) for metric in recipe.metrics}
 
     def check_metric(self, name: str, reference_model: bool) -> None:

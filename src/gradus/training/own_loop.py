@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,7 +58,9 @@ class Run:
 
     def __init__(self, recipe: Recipe, place: Place) -> None:
         self._place = place
-        self._live = LiveRun(recipe, place.choice.plan, place.run, place.attempt, place.world)
+        # Of a script or a notebook that nobody launched, whoever sits before it knows whether it hangs.
+        watched = place.launched or place.world.size > 1
+        self._live = LiveRun(recipe, place.choice.plan, place.run, place.attempt, place.world, watched=watched)
         self._prepared = False
         self._boundary: Boundary | None = None
         self._micro: MicroBatch | None = None  # handed out, and its loss not yet given to `step`
@@ -158,7 +159,8 @@ class Run:
             begins = live.checkpoint is None
             described = described_as(live.recipe, model, live.world, divided=divided, load_weights=begins)
             live.use_model(described, optimizer, fixed_buckets=live.recipe.deterministic)
-            live.restore()
+            restored = live.restore()
+            assert restored, "every byte was compared before, since a model of the script's is not built anew"
         self._prepared = True
         return live.step.model, live.optimizer
 
@@ -174,8 +176,10 @@ class Run:
             live.use_data(Indexed(dataset, "run.batches"))
             live.check_same_data_on_ranks()
             live.begin()
-        self._stream = TimedBatches(live.loader.micro_batches(live.state.step, live.total_steps))
+        samples = live.samples.noted(live.loader.micro_batches(live.state.step, live.total_steps))
+        self._stream = TimedBatches(samples, live.watch.where)
         self._boundary = Boundary(live)
+        live.watch.where.enter("hooks")
         live.hooks.on_start()
         return self._micro_batches(self._boundary, self._stream)
 
@@ -200,6 +204,7 @@ class Run:
                             field="step",
                         )
         finally:
+            self._live.watch.where.enter("after-loop")
             # Left with `break`, or by an exception: `finish` saves unless the script fails, which is not known here.
             if self._forward is not None:
                 self._forward.__exit__(None, None, None)
@@ -246,6 +251,7 @@ class Run:
             live.scheduler.step()
         waited = stream.waited_seconds - self._waited_seconds
         boundary.launched(Launched(live.state.step, first, waited, numbers))
+        live.watch.where.enter("own-code")
 
     @property
     def evaluation_due(self) -> bool:
@@ -299,6 +305,7 @@ class Run:
     def _fail(self, message: str) -> None:
         self._told = True
         self._close_display()
+        self._live.saving.rescue()
         self._live.recorder.close(state="failed", last_error=message)
         self._give_back()
 
@@ -334,8 +341,11 @@ class Run:
         self._signals = Signals(self._place.run, say, raises=True)
         self._handling.enter_context(handled(self._signals))
         atexit.register(self._leave)
-        explained = partial(explain_out_of_memory, live=self._live)
-        on_failure(self._place.run, self._place.attempt, self.rank, self._fail, lambda: self._told, explained)
+        on_failure(self._place.run, self._place.attempt, self.rank, self._fail, lambda: self._told, self._explained)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        self._live.watch.explain(error)
+        return explain_out_of_memory(error, live=self._live)
 
     def _leave(self) -> None:
         try:

@@ -59,6 +59,7 @@ class PipelineStep(TrainingStep):
         *,
         clip: float | None,
         seed: int,
+        on_nan: str = "stop",
     ) -> None:
         super().__init__(
             model,
@@ -70,6 +71,7 @@ class PipelineStep(TrainingStep):
             clip=clip,
             seed=seed,
             accumulate_in_fp32=False,
+            on_nan=on_nan,
         )
         self._stages, self._plan, self._measured_by = model.pipeline_cut.stages, plan, objective
         self._sharded = any(isinstance(stage, FSDPModule) for stage in self._stages)
@@ -88,6 +90,8 @@ class PipelineStep(TrainingStep):
         self._copies.agree()
 
     def _accumulated(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
+        if self._guard is not None:
+            self._guard.begin()
         ready = [self._filled(next(micro_batches), step) for _ in range(self.accumulate)]
         try:
             if self._schedule is None:

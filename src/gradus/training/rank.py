@@ -11,29 +11,38 @@ from pathlib import Path
 from typing import NoReturn
 
 from gradus.faults.parent import end_with_parent
+from gradus.faults.rank_signals import survive_stop_signals
+from gradus.hardware.rank_cores import bind_to_share
 from gradus.parallel.world import World, alone, connected, store_from_environment
 from gradus.record.directory import RunDirectory
+from gradus.record.variables import BIND, PARENT_RANKS
 from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 from gradus.training import dry_run
 from gradus.training.boundary import Ending
 from gradus.training.device import limit_memory, rank_device
-from gradus.training.leaving import leave, tell_ending, tell_failure
+from gradus.training.leaving import leave, note_steps_made, tell_ending, tell_failure
 from gradus.training.live_run import LiveRun
 from gradus.training.loop import train
 from gradus.training.out_of_memory import out_of_memory_explained
 
 
-def run_rank(run: RunDirectory, attempt: int, world: World) -> Ending:
+def run_rank(run: RunDirectory, attempt: int, world: World, *, watched: bool = True) -> Ending:
     """Train this rank's part of an attempt, as its files describe it."""
     recipe, plan = Recipe.load(run.attempt_path(attempt) / "recipe.yaml"), _plan_of(run, attempt)
     dry = dry_run.is_dry_run()
     if dry:
         recipe = dry_run.shortened(recipe)
-    live = LiveRun.from_recipe(recipe, plan, run, attempt, world)
+    live = LiveRun.from_recipe(recipe, plan, run, attempt, world, watched=watched)
     with live.recorder.told_of_failure(), out_of_memory_explained(live):
-        ending = train(live)
+        try:
+            ending = train(live)
+        except Exception as error:
+            note_steps_made(error, live.state.step)
+            live.watch.explain(error)
+            live.saving.rescue()
+            raise
     tell_ending(live, ending, dry_run.summary(live) if dry else None)
     return ending
 
@@ -42,7 +51,7 @@ def debug_rank(run: RunDirectory, attempt: int) -> Ending:
     """One rank in this very process, so that a debugger works and exceptions arrive whole."""
     device = rank_device(0)
     limit_memory(device, _plan_of(run, attempt).memory_limit_gib)
-    return run_rank(run, attempt, alone(device))
+    return run_rank(run, attempt, alone(device), watched=False)  # in a debugger, standing still is the point
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -54,6 +63,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     run, attempt = RunDirectory(parsed.run), parsed.attempt
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     faulthandler.enable()
+    if os.environ.get(BIND) == "1":
+        bind_to_share(local_rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+    survive_stop_signals(int(os.environ.get(PARENT_RANKS, os.environ["LOCAL_WORLD_SIZE"])))
     end_with_parent(signal.SIGKILL)  # torchrun gives each rank a session of its own: killing it would leave them behind
     try:
         plan = _plan_of(run, attempt)  # before ranks connect: it says who shares a GPU, and so how they may talk

@@ -22,11 +22,12 @@ class StepNumbers:
     loss_sum: float  # over the global batch
     count: float  # of valid tokens or samples in it
     grad_norm: float | None
-    overflow: bool  # fp16 only: the step was skipped
+    overflow: bool  # fp16 only: gradients too large for it, and the step was skipped
     scale_before: float | None
     scale_after: float | None
     done_at: float  # time.monotonic() when the device had finished the step
     experts: Mapping[str, float] = field(default_factory=dict)  # of a mixture of experts: how busy they were
+    not_finite: bool = False  # with a guard: the loss or a gradient was no number, on one rank at least
 
     @property
     def loss(self) -> float:
@@ -80,6 +81,7 @@ class PendingNumbers:
             scale_after=values.get("scale_after"),
             done_at=done_at,
             experts={name: values[name] for name in EXPERT_NUMBERS if name in values},
+            not_finite=values.get("not_finite", 0.0) > 0,
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ class Rates:
 
 class Recorder:
     def __init__(self, run: RunDirectory, attempt: int, world: World, log_every: int) -> None:
-        self._attempt = attempt
+        self._run, self._attempt, self._rank = run, attempt, world.rank
         self._device = world.device
         self.rates = Rates()  # known once the model is built
         self._log_every = log_every
@@ -58,10 +58,14 @@ class Recorder:
         self._seconds = self._data_seconds = 0.0
         self._last_done = time.monotonic()
         self.problems: list[str] = []
+        self._open = True
+        self.on_restart: Callable[[], None] = lambda: None  # of the clock
+        self.on_close: Callable[[], None] = lambda: None
         self._files: tuple[AppendLog, EventWriter, Heartbeat] | None = None
+        self._own_events: EventWriter | None = None  # of a rank that has no other files, once it has something to tell
         if world.leads:
-            events = EventWriter(run, rank_writer(attempt), self._report)
-            heartbeat = Heartbeat(run, Status(state="running", attempt=attempt), self._report)
+            events = EventWriter(run, rank_writer(attempt), self.report)
+            heartbeat = Heartbeat(run, Status(state="running", attempt=attempt), self.report)
             self._files = (AppendLog(run.metrics_path, partial(self.problem, "write-error")), events, heartbeat)
 
     def logs(self, step: int) -> bool:
@@ -79,6 +83,7 @@ class Recorder:
     def restart_clock(self) -> None:
         """After work that is no part of a step (evaluation, saving), so that it does not count as step time."""
         self._last_done = time.monotonic()
+        self.on_restart()
 
     def step(
         self, step: int, consumed: int, samples: int, lr: float, data_seconds: float, numbers: StepNumbers
@@ -101,7 +106,7 @@ class Recorder:
             "attempt": self._attempt,
             "samples": consumed,
             "tokens": consumed * tokens if tokens else None,
-            "loss": numbers.loss,
+            "loss": None if numbers.not_finite else numbers.loss,
             "lr": lr,
             "grad_norm": numbers.grad_norm,
             "step_seconds": self._seconds / self._steps,
@@ -116,6 +121,13 @@ class Recorder:
         self._files[2].update(step=step)
         self._steps, self._samples, self._seconds, self._data_seconds = 0, 0, 0.0, 0.0
         return seconds
+
+    def rolled_back(self, to_step: int) -> None:
+        """What was written down of later steps is no part of the run any more."""
+        self._steps, self._samples, self._seconds, self._data_seconds = 0, 0, 0.0, 0.0
+        if self._files:
+            self._files[0].write({"rolled_back_to": to_step, "attempt": self._attempt})
+            self._files[2].update(step=to_step)
 
     def epoch(self, step: int, epoch: Epoch) -> None:
         """A pass over the dataset ended with this step."""
@@ -151,8 +163,10 @@ class Recorder:
 
     def close(self, **final_status: Any) -> list[str]:
         """Write what is still waiting, and the last status. Returns what could not be written."""
+        self._open = False
+        self.on_close()
         if not self._files:
-            return []
+            return self._own_events.close() if self._own_events is not None else []
         metrics, events, heartbeat = self._files
         lost = [*metrics.close(), *events.close()]
         problem = heartbeat.close(**final_status)
@@ -160,12 +174,19 @@ class Recorder:
         return lost + ([problem] if problem else [])
 
     def problem(self, kind: str, message: str) -> None:
-        """Something that could not be written: training goes on, and everybody is told."""
-        self._report(message)
-        self.event("fault", kind=kind, message=message)
+        """Something that could not be written: training goes on, and everybody is told, whichever rank it is."""
+        self.report(message)
+        if self._files or not self._open:
+            self.event("fault", kind=kind, message=message)
+            return
+        if self._own_events is None:
+            self._own_events = EventWriter(self._run, rank_writer(self._attempt, self._rank), self.report)
+        self._own_events.write("fault", attempt=self._attempt, rank=self._rank, kind=kind, message=message)
 
-    def _report(self, message: str) -> None:
-        print(f"gradus: {message}", flush=True)
+    def report(self, message: str) -> None:
+        """Say that something could not be written; for what writes by itself."""
+        with suppress(OSError):  # the log may be on the disk that is full
+            print(f"gradus: {message}", flush=True)
         self.problems.append(message)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from gradus.data.loader import MicroBatch
+from gradus.faults.own_time import OwnTime
 from gradus.parallel.batch_norm import muted_batch_norm
 from gradus.parallel.expert import ExpertLoads
 from gradus.parallel.local_sgd import LocalSGD
@@ -19,6 +20,7 @@ from gradus.parallel.tensor import part_of_sequence
 from gradus.parallel.world import World
 from gradus.training.accumulation import WideGradients
 from gradus.training.gradients import clip, local, scale, settle_gradients, total_norm
+from gradus.training.guard import Guard
 from gradus.training.loss_scaling import LossScale, step_unless
 from gradus.training.objective import Objective
 from gradus.training.optimizers import LR_FACTOR
@@ -44,6 +46,7 @@ class TrainingStep:
         zero: int = 0,
         accumulate_in_fp32: bool = True,
         local_sgd: LocalSGD | None = None,  # then `world` is this rank alone
+        on_nan: str = "stop",
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -65,8 +68,10 @@ class TrainingStep:
         if self._wide is not None and not self._wide.needed:
             self._wide = None
         self._experts = ExpertLoads(model, world)
+        self._guard = Guard(model, world, skips=on_nan == "skip") if on_nan != "stop" else None
         self._uncounted: frozenset[Tensor] = frozenset()  # parameters that another pipeline stage has as well
         self._reduces_as_last: bool | None = None  # what FSDP2 was told to do with gradients
+        self.own: OwnTime | None = None  # what this rank does by itself is timed there
         self._losses: list[Tensor] = []  # of the micro-batches of the present step
         self._counts: list[Tensor] = []
 
@@ -87,6 +92,8 @@ class TrainingStep:
     def forward(self, micro: MicroBatch, step: int) -> Iterator[None]:
         """Inside, the model and its loss are computed for a micro-batch; then `backward` takes the loss."""
         seed_for_micro_batch(self._seed, step, micro.position, self._world.device, *self._part)
+        if self._guard is not None and not self.under_way:
+            self._guard.begin()
         padding = micro.samples == 0
         last = len(self._counts) == self.accumulate - 1
         self._reducing = ExitStack()  # until backward is done
@@ -124,7 +131,7 @@ class TrainingStep:
         scaled = loss_sum / self._expected.to(loss_sum.dtype)
         if self.loss_scale is not None:
             scaled = scaled * self.loss_scale.scale
-        with self._reducing:
+        with self._reducing, self.own.backward() if self.own is not None else nullcontext():
             scaled.backward()  # type: ignore[no-untyped-call]
         if self._wide is not None:
             self._wide.take()
@@ -144,6 +151,8 @@ class TrainingStep:
 
         Without a learning rate, the optimizer's groups keep the ones they have.
         """
+        if self.own is not None:
+            self.own.where.enter("optimizer")
         loss_sum, count, correction = self._finished_sums()
         if self._wide is not None:
             self._wide.give(self._world)
@@ -157,8 +166,11 @@ class TrainingStep:
         grad_norm, overflow, scale_before, scale_after = None, None, None, None
         if self.loss_scale is not None:
             scale(gradients, 1.0 / self.loss_scale.scale)
-        if self._clip is not None or self.loss_scale is not None or measure_norm:
+        if self._clip is not None or self.loss_scale is not None or measure_norm or self._guard is not None:
             grad_norm = total_norm(trained, self._world, uncounted=self._uncounted)
+        not_finite = None
+        if self._guard is not None:
+            not_finite = self._guard.not_finite(loss_sum, count, grad_norm if self.loss_scale is None else None)
         if self._clip is not None and grad_norm is not None:
             clip(gradients, self._clip, grad_norm)
         if lr is not None:
@@ -167,13 +179,17 @@ class TrainingStep:
         if self.loss_scale is not None and grad_norm is not None:
             overflow = (~torch.isfinite(grad_norm)).float()
             scale_before = self.loss_scale.scale.clone()
-            step_unless(self.optimizer, overflow)
+            step_unless(self.optimizer, overflow if not_finite is None else torch.maximum(overflow, not_finite))
             self.loss_scale.update(overflow)
             scale_after = self.loss_scale.scale
+        elif self._guard is not None and self._guard.skips and not_finite is not None:
+            step_unless(self.optimizer, not_finite)
         else:
             self.optimizer.step()
         self._clear_gradients()
         experts = self._experts.settle()
+        if self._guard is not None and not_finite is not None:
+            self._guard.undo(not_finite)
         summing = None
         if self._local_sgd is not None:
             sums = torch.stack([loss_sum, count]).double()
@@ -187,6 +203,7 @@ class TrainingStep:
             overflow=overflow,
             scale_before=scale_before,
             scale_after=scale_after,
+            not_finite=not_finite,
             **experts,
         )
 
@@ -225,7 +242,8 @@ class TrainingStep:
         if self._world.size == 1:
             return loss_sum, count
         mine = torch.stack([loss_sum, count]).double()
-        sums = self._world.sum_(mine if self._world.counts_losses else torch.zeros_like(mine))
+        with self.own.waiting() if self.own is not None else nullcontext():
+            sums = self._world.sum_(mine if self._world.counts_losses else torch.zeros_like(mine))
         return sums[0], sums[1]
 
     def _expected_share(self, count_of_first: Tensor) -> Tensor:

@@ -29,12 +29,12 @@ _EMA = "hooks.ema."
 def load_trained(
     run: RunDirectory, step: int | str | None, device: str | torch.device, weights: str, model: nn.Module | None
 ) -> nn.Module:
-    """The model of a run with the weights of one of its checkpoints, every byte of it verified, in evaluation mode."""
+    """The model of a run with the weights of one of its checkpoints, verified as they are read, in evaluation mode."""
     if weights not in WEIGHTS:
         raise unknown_name("weights", weights, WEIGHTS, field="weights")
     device = _checked_device(device)
     store = CheckpointStore(run.checkpoints)
-    checkpoint = store.open(chosen_step(run, store.steps(), step))
+    checkpoint = store.open(chosen_step(run, store.steps(), step), every_byte=False)
     model = _built(run, device) if model is None else _given(run, model.to(device))
     tensors = checkpoint.stored()
     restore_model(model, _averaged(tensors) if weights == "ema" else tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,9 +17,11 @@ from gradus.data.order import Indices
 from gradus.data.records import read_rows
 from gradus.data.source import Source
 from gradus.data.sources.options import Count
+from gradus.data.sources.packed import packing_plan
 from gradus.data.sources.text import IGNORED
 from gradus.data.sources.tokenised import TokenisedOptions
 from gradus.data.split import Part, Split, scattered, whole
+from gradus.data.token_cache import cache_folder
 from gradus.data.tokenised import (
     Conversations,
     Document,
@@ -44,7 +47,7 @@ class ChatRecords(TokenisedOptions):
     fields: dict[str, str] = Field(default_factory=dict)  # other names for prompt, answer or messages
     template: str | None = None  # plain, none, tokenizer, or a jinja2 file; by default the tokenizer's, else plain
     too_long: Literal["cut", "drop"] = "cut"
-    pack: bool = False
+    packing: bool = False  # several records in each sample, each of which the model sees alone
     form: Form = "tokens"
     answer_context: Count | None = None  # of seq2seq: the longest answer; by default `context`
 
@@ -53,8 +56,9 @@ class ChatRecords(TokenisedOptions):
         for name in self.fields:
             if name not in FIELDS:
                 raise unknown_name("field", name, FIELDS, field=f"data.fields.{name}")
-        if self.pack and self.form != "tokens":
-            raise self.refuse("pack", f"found true, but form: {self.form} has one record in each sample", allowed=False)
+        if self.packing and self.form != "tokens":
+            message = f"found true, but form: {self.form} has one record in each sample"
+            raise self.refuse("packing", message, allowed=False)
         self._template()
 
     def open(self, split: Split, seed: int) -> Source:
@@ -72,20 +76,29 @@ class ChatRecords(TokenisedOptions):
         if len(chosen) and not len(kept):
             message = f"all {len(chosen)} {split} records are longer than context {self.context} and dropped"
             raise self.refuse("too_long", message, allowed="cut", hint="a larger context, or too_long: cut")
-        groups = self._groups(np.diff(records.offsets.array)[kept])
+        groups, packs = np.arange(len(kept) + 1), None
+        if self.packing:
+            identity = [prepared.folder.name, file, split, self.validation, self.too_long]
+            fitting = np.minimum(np.diff(records.offsets.array)[kept], self.context)
+            packs = packing_plan(cache_folder(self.cache), identity, lambda: fitting, self.context, seed)
+            kept, groups = kept[packs.documents.array], np.asarray(packs.first.array)
         length = len(groups) - 1
         samples = self.limited(whole(length), length, split, f"{self.path} has {prepared.origin(file)}")
         source = Chat(records, kept, groups, samples, self, prepared.tokenizer)
+        source.fingerprint = prepared.fingerprint
+        if packs is not None:
+            source.note = f"{len(kept):,} records are packed into {packs.packs:,} contexts, {packs.efficiency:.2%} full"
         if too_long.any():
             cut = "prompts are cut from the left" + (", answers from the right" if self.form == "seq2seq" else "")
             done = cut if self.too_long == "cut" else "they are dropped"
-            source.note = f"{too_long.sum()} of {len(chosen)} {split} records are longer than context: {done}"
+            longer = f"{too_long.sum()} of {len(chosen)} {split} records are longer than context: {done}"
+            source.note = longer if source.note is None else f"{source.note}; {longer}"
         return source
 
     @property
     def width(self) -> int:
         """Tokens of a record that a sample can hold: the target of the last one is not seen by the model."""
-        return self.context + 1 if self.form == "tokens" else self.context
+        return self.context + 1 if self.form == "tokens" and not self.packing else self.context
 
     @property
     def answer_width(self) -> int:
@@ -95,18 +108,6 @@ class ChatRecords(TokenisedOptions):
         if self.form == "seq2seq":
             return (answers > self.context) | (lengths - answers > self.answer_width)
         return np.asarray(lengths > self.width)
-
-    def _groups(self, lengths: Indices) -> Indices:
-        """Where the samples begin in the kept records: one record each or, packed, as many as fit, in their order."""
-        if not self.pack:
-            return np.arange(len(lengths) + 1)
-        starts, room = [0], self.width
-        for record, length in enumerate(np.minimum(lengths, self.width).tolist()):
-            if length > room:
-                starts.append(record)
-                room = self.width
-            room -= length
-        return np.array([*starts, len(lengths)] if len(lengths) else [0], np.int64)
 
     def _template(self) -> Template:
         template = self._named_template()
@@ -171,6 +172,7 @@ class Chat(Source):
     ) -> None:
         super().__init__(part.length)
         self.records, self.kept, self.groups, self.part = records, kept, groups, part
+        self.packing = options.packing
         self.form, self.width, self.answer_width = options.form, options.width, options.answer_width
         self.padding = tokenizer.end_of_text
         self.vocabulary = tokenizer.vocabulary
@@ -178,24 +180,43 @@ class Chat(Source):
         self.tokens_per_sample = options.context + (options.answer_width if options.form == "seq2seq" else 0)
         self.sample_shape = (options.context,)
 
+    @cached_property
+    def lengths(self) -> Indices:  # type: ignore[override]
+        """Tokens of each sample, as far as they fit."""
+        records = np.minimum(np.diff(self.records.offsets.array)[self.kept], self._longest)
+        ends = np.concatenate([[0], np.cumsum(records)])
+        return np.asarray(np.diff(ends[self.groups])[: self.length])
+
+    @property
+    def _longest(self) -> int:
+        return self.width + (self.answer_width if self.form == "seq2seq" else 0)
+
     def fetch(self, indices: Indices) -> dict[str, NDArray[Any]]:
         if self.form == "seq2seq":
             return self._pairs(indices)
-        tokens = np.full((len(indices), self.width), self.padding, self.records.tokens.dtype)
-        kinds = np.full((len(indices), self.width), PADDING, np.uint8)
+        # Two at least: one token has none to predict.
+        width = max(2, int(self.lengths[indices].max())) if self.pads_to_longest else self.width
+        tokens = np.full((len(indices), width), self.padding, self.records.tokens.dtype)
+        kinds = np.full((len(indices), width), PADDING, np.uint8)
+        documents = np.zeros((len(indices), width), np.int32)
         for row, index in enumerate(indices):
             at = 0
-            for record in self.kept[self.groups[index] : self.groups[index + 1]]:
+            for number, record in enumerate(self.kept[self.groups[index] : self.groups[index + 1]]):
                 ids, in_loss = self._cut(int(record))
                 tokens[row, at : at + len(ids)] = ids
                 kinds[row, at : at + len(ids)] = np.where(in_loss, ANSWER, PROMPT)
                 at += len(ids)
-        return {"tokens": tokens, "kinds": kinds}
+                documents[row, at:] = number + 1  # padding has a number of its own
+        batch = {"tokens": tokens, "kinds": kinds}
+        return batch | {"documents": documents} if self.packing else batch
 
     def finish(self, batch: Any, dtype: Any) -> Any:
         if self.form == "seq2seq":
             return {name: column.long() for name, column in batch.items()}
         tokens, kinds = batch["tokens"].long(), batch["kinds"]
+        if self.packing:
+            targets = tokens.roll(-1, 1).masked_fill(kinds.roll(-1, 1) != ANSWER, IGNORED)
+            return {"tokens": tokens, "targets": targets, "documents": batch["documents"]}
         if self.form == "tokens":
             return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:].masked_fill(kinds[:, 1:] != ANSWER, IGNORED)}
         labels = tokens.masked_fill(kinds != ANSWER, IGNORED)
@@ -226,4 +247,7 @@ class Chat(Source):
             prompt, answer = tokens[in_loss == 0][-self.width :], tokens[in_loss == 1][: self.answer_width]
             inputs[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
             labels[row, : len(answer)] = answer
+        if self.pads_to_longest:
+            prompts, answers = max(1, mask.sum(1).max()), max(1, (labels != IGNORED).sum(1).max())
+            inputs, mask, labels = inputs[:, :prompts], mask[:, :prompts], labels[:, :answers]
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}

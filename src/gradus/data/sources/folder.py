@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from gradus.data.order import Indices
+from gradus.data.images import Augment, Decoder, check_decoder, pictures
+from gradus.data.order import Indices, Words
 from gradus.data.source import Batch, Source
-from gradus.data.sources.image import ImageFormat, ImageSource, Pixels
+from gradus.data.sources.image import Augmented, ImageFormat, ImageSource
 from gradus.data.sources.options import Count, ExistingPath, Options
 from gradus.data.split import Part, Split, scattered, whole
-from gradus.schema.errors import InputError
+from gradus.schema.errors import GradusError, InputError
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 # ImageNet's, which most pretrained vision models expect.
@@ -25,6 +25,11 @@ class ImageFolder(Options):
 
     path: ExistingPath  # has the class folders, or train/ and perhaps val/ or validation/ that have them
     size: Count = 224
+    augment: Augment = "none"  # standard: a random resized crop, mirrored half of the time. Never of validation
+    decoder: Decoder = "auto"  # another library in the place of simplejpeg and Pillow
+
+    def check(self) -> None:
+        check_decoder(self.decoder)
 
     def image_shape(self) -> tuple[int, int, int]:
         return 3, self.size, self.size
@@ -51,7 +56,8 @@ class ImageFolder(Options):
         part = whole(length) if published else scattered(length, self.validation, split)
         part = self.limited(part, length, split, f"{root} has {len(classes)} class folders with {length} images")
         form = ImageFormat((3, self.size, self.size), len(classes), MEAN, DEVIATION)
-        return FolderImages(root, names, np.array(labels, np.int64), part, form)
+        augment = self.augment if split == "train" else "none"
+        return FolderImages(root, names, np.array(labels, np.int64), part, form, augment, self.decoder)
 
     def _pillow(self) -> None:
         try:
@@ -65,41 +71,39 @@ def subfolders(root: Path) -> list[str]:
     return sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
 
 
-class FolderImages(ImageSource):
+class FolderImages(Augmented, ImageSource):
     """Pictures that are decoded when they are asked for."""
 
-    def __init__(self, root: Path, names: list[str], labels: Indices, part: Part, form: ImageFormat) -> None:
+    def __init__(
+        self,
+        root: Path,
+        names: list[str],
+        labels: Indices,
+        part: Part,
+        form: ImageFormat,
+        augment: Augment = "none",
+        decoder: Decoder = "auto",
+    ) -> None:
         super().__init__(part.length, form)
         self.root = root
         self.names = names
         self.labels = labels
         self.part = part
+        self.augment = augment
+        self.decoder = decoder
 
-    def fetch(self, indices: Indices) -> Batch:
+    def _fetched(self, indices: Indices, draws: Words | None) -> Batch:
         chosen = self.part.locate(indices)
-        images = np.empty((len(chosen), *self.form.shape), np.uint8)
-        for row, index in enumerate(chosen):
-            images[row] = decoded(self.root / self.names[index], self.form.shape[1]).transpose(2, 0, 1)
+        files = [f"{self.root}/{self.names[index]}" for index in chosen]
+        size, name = self.form.shape[1], files.__getitem__
+        images = pictures(map(_content, files), len(files), size, draws, name, self.decoder)
         return images, self.labels[chosen]
 
 
-def decoded(file: Path, size: int) -> Pixels:
-    """[size, size, 3]: the shorter side resized to `size`, and the middle of the longer one."""
-    from PIL import Image
-
+def _content(file: str) -> bytes:
     try:
-        with Image.open(file) as picture:
-            picture.draft("RGB", (size, size))  # a large JPEG is decoded at a fraction of its size
-            square = centred(picture.convert("RGB"), size)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"data.path: {file} cannot be decoded: {error}", field="data.path", found=str(file)) from error
-    return np.asarray(square)
-
-
-def centred(picture: Any, size: int) -> Any:
-    from PIL import Image
-
-    side = min(picture.size)
-    left, top = ((extent - side) / 2 for extent in picture.size)
-    box = (left, top, left + side, top + side)
-    return picture.resize((size, size), Image.Resampling.BILINEAR, box=box)
+        with open(file, "rb", buffering=0) as stream:
+            return stream.read()
+    except OSError as error:
+        kind = InputError if isinstance(error, FileNotFoundError) else GradusError  # a disk may work the next time
+        raise kind(f"data.path: {file} cannot be read: {error}", field="data.path", found=file) from error

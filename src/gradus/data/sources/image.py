@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gradus.data.order import Indices
+from gradus.data.cuts import Pixels as Pixels  # for the sources that build on this
+from gradus.data.images import Augment
+from gradus.data.order import Indices, Words
 from gradus.data.source import Batch, Source
 from gradus.data.split import Part
-
-Pixels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,32 @@ class ImageSource(Source):
 
     def finish(self, batch: Any, dtype: Any) -> Any:
         raw, labels = batch
-        images = raw.float()  # normalised in fp32 whatever `dtype` is: bf16 would round at each step
-        # Scalars, one channel at a time: a tensor of means would be copied from the host, and waited for, in each step.
-        for channel, (mean, deviation) in enumerate(zip(self.form.mean, self.form.deviation, strict=True)):
-            images[:, channel].sub_(255 * mean).div_(255 * deviation)
-        return images.to(dtype), labels.long()
+        return normalised(raw, self.form, dtype), labels.long()
+
+
+class Augmented(Source):
+    """Samples with pictures that may be augmented. Without `augment`, what is drawn for a sample changes nothing."""
+
+    augment: Augment
+
+    def fetch(self, indices: Indices) -> Batch:
+        return self._fetched(indices, None)
+
+    def fetch_drawn(self, indices: Indices, draws: Words) -> Batch:
+        return self._fetched(indices, draws if self.augment == "standard" else None)
+
+    @abstractmethod
+    def _fetched(self, indices: Indices, draws: Words | None) -> Batch:
+        """These samples, cut as the draws say, or their middle."""
+
+
+def normalised(raw: Any, form: ImageFormat, dtype: Any) -> Any:
+    """Pixels as a model sees them."""
+    images = raw.float()  # normalised in fp32 whatever `dtype` is: bf16 would round at each step
+    # Scalars, one channel at a time: a tensor of means would be copied from the host, and waited for, in each step.
+    for channel, (mean, deviation) in enumerate(zip(form.mean, form.deviation, strict=True)):
+        images[:, channel].sub_(255 * mean).div_(255 * deviation)
+    return images.to(dtype)
 
 
 class MemoryImages(ImageSource):

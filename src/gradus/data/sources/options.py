@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gradus.data.source import Source
 from gradus.data.split import Part, Split
 from gradus.schema.errors import InputError, unknown_name
+from gradus.schema.recipe import DataBlock
 
 Count = Annotated[int, Field(ge=1)]
 ExistingPath = Annotated[Path, Field(strict=False)]  # not strict: a recipe has only strings
@@ -40,6 +41,14 @@ class Options(BaseModel, ABC):
 
     def prepare(self) -> Any:
         """Do what takes long and has to be done once, so that opening is quick. Safe from many processes at once."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be opened on the spot: nothing has to be tokenised first."""
+        return type(self).prepare is Options.prepare
+
+    def training_samples(self, seed: int) -> int:
+        return self.open("train", seed).length
 
     def image_shape(self) -> tuple[int, int, int] | None:
         """Channels, height and width of the images, as far as they are known without loading them."""
@@ -74,7 +83,8 @@ class Options(BaseModel, ABC):
         name, found = str(problem["loc"][0]), problem["input"]
         field = f"data.{name}"
         if problem["type"] == "extra_forbidden":
-            return unknown_name(f"option of source {cls.use!r}:", name, cls.model_fields, field=field)
+            general = set(DataBlock.model_fields) - {"use"}
+            return unknown_name(f"option of source {cls.use!r}:", name, {*cls.model_fields, *general}, field=field)
         if problem["type"] == "missing":
             return InputError(f"{field}: missing, but source {cls.use!r} needs it", field=field, allowed="a value")
         allowed = "a path" if problem["type"] == "path_type" else problem["msg"].removeprefix("Input should be ")

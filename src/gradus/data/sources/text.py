@@ -31,8 +31,11 @@ class Masking:
     mask_token: int
     vocabulary: int
 
-    def apply(self, tokens: Tokens, indices: Indices) -> dict[str, Tokens]:
-        """A pure function of (seed, index): a sample has the same mask in each epoch and on any hardware."""
+    def apply(self, tokens: Tokens, indices: Indices, real: NDArray[np.bool_] | None = None) -> dict[str, Tokens]:
+        """A pure function of (seed, index): a sample has the same mask in each epoch and on any hardware.
+
+        Where not all tokens are `real`, padding is left alone.
+        """
         context = tokens.shape[1]
         counters = indices[:, None] * context + np.arange(context)
         which, how, random = (
@@ -40,8 +43,14 @@ class Masking:
         )
 
         # The same number in each sample, and never none: a batch without a target would have no loss.
-        count = max(1, round(MASKED_SHARE * context))
-        chosen = which <= np.partition(which, count - 1, axis=1)[:, count - 1, None]
+        if real is None:
+            count = max(1, round(MASKED_SHARE * context))
+            chosen = which <= np.partition(which, count - 1, axis=1)[:, count - 1, None]
+        else:
+            which = np.where(real, which, np.iinfo(which.dtype).max)
+            counts = np.maximum(1, np.rint(MASKED_SHARE * real.sum(axis=1)).astype(np.int64))
+            largest = np.take_along_axis(np.sort(which, axis=1), counts[:, None] - 1, axis=1)
+            chosen = (which <= largest) & real
 
         tenths = how % np.uint64(10)
         random_tokens = (random % np.uint64(self.vocabulary)).astype(tokens.dtype)
@@ -101,3 +110,13 @@ class TextWindows(TextSource):
             for start in range(0, len(self), COLUMN_CHUNK)
         ]
         return {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+
+def in_form(form: str, finished: dict[str, Any], *, masked: bool) -> dict[str, Any]:
+    """Windows by the names that a model wants: `tokens`, or those of Hugging Face's.
+
+    Their causal models shift the labels themselves; of masked ones, labels are what was masked.
+    """
+    if form == "tokens":
+        return finished
+    return {"input_ids": finished["tokens"], "labels": finished["targets" if masked else "tokens"]}

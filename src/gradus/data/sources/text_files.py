@@ -11,10 +11,12 @@ import numpy as np
 from gradus.data.files import DataFiles
 from gradus.data.records import Piece, read_pieces
 from gradus.data.source import Batch, Source
-from gradus.data.sources.text import Masking, Objective, TextWindows
+from gradus.data.sources.packed import Documents, PackedTexts, packing_plan
+from gradus.data.sources.text import Masking, Objective, TextWindows, in_form
 from gradus.data.sources.tokenised import Prepared, TokenisedOptions
 from gradus.data.sources.tokens import MappedWindows
-from gradus.data.split import TEXT_BLOCKS, Split, blocks, whole
+from gradus.data.split import TEXT_BLOCKS, Split, blocks, scattered, whole
+from gradus.data.token_cache import cache_folder
 from gradus.data.tokenised import Files, split_documents, write_texts
 from gradus.data.tokenizer import Tokenizer
 
@@ -28,12 +30,41 @@ class TextFiles(TokenisedOptions):
     objective: Objective = "next"
     mask_token: int | None = None
     form: Literal["tokens", "huggingface"] = "tokens"  # the keys of a batch: tokens, targets or input_ids, labels
+    packing: bool = False  # whole documents in each sample, each of which the model sees alone
 
     def open(self, split: Split, seed: int) -> Source:
         prepared = self.prepare()
+        source = self._packed(prepared, split, seed) if self.packing else self._windows(prepared, split, seed)
+        source.tokenizer_hash, source.fingerprint = prepared.tokenizer.hash, prepared.fingerprint
+        return source
+
+    def _packed(self, prepared: Prepared, split: Split, seed: int) -> Source:
         documents = prepared.meta["documents"]
-        separate = documents["validation"] > 0  # published, or held out by document
-        file: Split = "validation" if separate and split == "validation" else "train"
+        file, separate = _file_of(prepared, split)
+        texts = Documents.in_cache(prepared.folder, file, prepared.meta["dtype"])
+        identity = [prepared.folder.name, file]  # the name is a hash of all that decides about the tokens
+        plan = packing_plan(
+            cache_folder(self.cache), identity, lambda: np.diff(texts.offsets.array), self.context, seed
+        )
+        part = whole(plan.packs) if separate else scattered(plan.packs, self.validation, split)
+        part = self.limited(part, plan.packs, split, f"{self.path} has {prepared.origin(file)}")
+        source = PackedTexts(
+            texts,
+            plan,
+            part,
+            padding=prepared.tokenizer.end_of_text,
+            vocabulary=prepared.tokenizer.vocabulary,
+            masking=self._masking(prepared.tokenizer, seed),
+            form=self.form,
+        )
+        packs = f"{documents[file]:,} documents are packed into {plan.packs:,} contexts, {plan.efficiency:.2%} full"
+        held = self._note(prepared) if separate else part.note
+        source.note = f"{packs}; {held}" if held else packs
+        return source
+
+    def _windows(self, prepared: Prepared, split: Split, seed: int) -> Source:
+        documents = prepared.meta["documents"]
+        file, separate = _file_of(prepared, split)
         tokens = prepared.meta["tokens"][file]
         length = TextWindows.count(tokens, self.context)
         if separate and split == "validation" and length == 0:
@@ -51,7 +82,6 @@ class TextFiles(TokenisedOptions):
         masking = self._masking(prepared.tokenizer, seed)
         source = CachedWindows(text, part, self.context, prepared.tokenizer.vocabulary, masking)
         source.form = self.form
-        source.tokenizer_hash = prepared.tokenizer.hash
         source.note = self._note(prepared)
         return source
 
@@ -93,6 +123,12 @@ class TextFiles(TokenisedOptions):
             number += piece.ends
 
 
+def _file_of(prepared: Prepared, split: Split) -> tuple[Split, bool]:
+    """The split in whose file a split is, and whether validation has one: published, or held out by document."""
+    separate = prepared.meta["documents"]["validation"] > 0
+    return ("validation" if separate and split == "validation" else "train"), separate
+
+
 class CachedWindows(MappedWindows):
     """Windows of a text in the cache."""
 
@@ -107,9 +143,4 @@ class CachedWindows(MappedWindows):
         return {name: column.astype(np.int32) for name, column in small.items()}
 
     def finish(self, batch: Any, dtype: Any) -> Any:
-        finished = super().finish(batch, dtype)
-        if self.form == "tokens":
-            return finished
-        # Their causal models shift the labels themselves; of masked ones, labels are what was masked.
-        labels = finished["tokens"] if self.masking is None else finished["targets"]
-        return {"input_ids": finished["tokens"], "labels": labels}
+        return in_form(self.form, super().finish(batch, dtype), masked=self.masking is not None)

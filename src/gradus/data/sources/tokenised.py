@@ -25,6 +25,11 @@ class Prepared(NamedTuple):
     meta: dict[str, Any]
     tokenizer: Tokenizer
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens themselves, wherever they came from and lie."""
+        return key_of([self.meta["dtype"], self.meta.get("digests")])
+
     def origin(self, split: Split) -> str:
         documents, tokens = self.meta["documents"][split], self.meta["tokens"][split]
         return f"{documents} {split} documents with {tokens} tokens by {self.tokenizer.name}"

@@ -120,9 +120,7 @@ def candidates(space: Space, extras: Extras = PLAIN, splits: Collection[Split] |
 def completed(space: Space, split: Plan) -> dict[str, Any]:
     """What the rest of a plan is to be that cuts the work up in this way."""
     chosen = surroundings(space.recipe, space.cluster, split)
-    values = {name: value for name, (value, _) in chosen.items()} | space.fixed
-    # "auto" is answered by the prediction of the whole run; until then it is the default.
-    return values | ({"checkpoint_every": "10m"} if values["checkpoint_every"] == "auto" else {})
+    return {name: value for name, (value, _) in chosen.items()} | space.fixed
 
 
 def meshes(space: Space, extras: Extras = PLAIN) -> list[Mesh]:

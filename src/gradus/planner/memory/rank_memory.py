@@ -18,6 +18,7 @@ from gradus.planner.memory.host_memory import HostFacts, host_memory
 from gradus.planner.memory.in_flight import situations
 from gradus.planner.memory.model_state import ModelSize, ModelState, resting_state, whole_gradients
 from gradus.planner.memory.moments import Call, Moment, Rules, Stage
+from gradus.planner.memory.saved_state import share_bytes
 from gradus.planner.memory.stage_calls import PassedOn, calls_of_stage, passed_on
 from gradus.planner.memory.timeline import NOTHING_LIVE, Division, Live
 from gradus.planner.profile.program import ModelProfile
@@ -55,6 +56,8 @@ class MemoryFacts:
     optimizer_tensors: float = 2
     optimizer_temporaries: float = 0
     ema: bool = False  # an average of the weights is kept beside them
+    lora: bool = False  # adapters: what is not trained is in no checkpoint
+    saves_in_background: bool = True  # from a copy of the state in host memory
     resident_data_bytes: int = 0  # of a dataset that is kept on the device
     device: DeviceMemory = field(default_factory=DeviceMemory)
     host: HostFacts = field(default_factory=HostFacts)
@@ -70,6 +73,8 @@ def memory_facts(
         optimizer_tensors=tensors,
         optimizer_temporaries=temporaries,
         ema=any(hook.use == "ema" for hook in recipe.hooks),
+        lora=recipe.lora is not None,
+        saves_in_background=recipe.checkpoint.background,
         device=device_memory(capability),
         host=host or HostFacts(),
     )
@@ -94,6 +99,7 @@ class RankMemory:
     host: HostMemoryPrediction  # of a node
     error: float  # relative, of the peak
     stage: int = 0  # of the pipeline rank
+    saved_bytes: int = 0  # of a checkpoint: what this rank copies and writes
 
 
 def verdict(memory: MemoryPrediction, limit_bytes: int | None, error: float, *, capped: bool = False) -> Verdict:
@@ -207,12 +213,15 @@ def _rank_memory(
         fragmentation=round(facts.device.fragmentation * comes_and_goes),
     )
     on_host = sum(call.on_host for stage in stages for call in stage.calls)
+    saved = share_bytes(size, plan, averaged=facts.ema, adapters=facts.lora)
+    copied = saved if facts.saves_in_background else 0
     return RankMemory(
         memory,
         moment.where,
-        host_memory(size, plan, facts.host, kept_bytes=on_host, sample_bytes=profile.sample_bytes),
+        host_memory(size, plan, facts.host, kept_bytes=on_host, sample_bytes=profile.sample_bytes, saved_bytes=copied),
         error_of(profile, plan) + round(live.workspace / memory.peak, 3),
         rank,
+        saved,
     )
 
 

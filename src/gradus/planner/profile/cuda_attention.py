@@ -12,8 +12,10 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradus.models import layers
+from gradus.models.documents import flex_can
 from gradus.planner.profile.cuda_kernels import ops
 
 aten = torch.ops.aten
@@ -41,6 +43,25 @@ class Attention(NamedTuple):
     @property
     def trains(self) -> bool:
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.q, self.k, self.v))
+
+
+def let_documents_be(model: nn.Module) -> None:
+    """Let a model's attention, in place, be counted as that of one document where a sequence has several.
+
+    A GPU computes it without a mask in memory, and keeps what it keeps of one. How long the documents are, and so how
+    much of the work is left out, only the data knows.
+    """
+    for module in model.modules():
+        if vars(module).get("attend") is layers.attend:
+            setattr(module, "attend", _attend_as_one)  # noqa: B010  (for mypy, modules hold tensors)
+
+
+def _attend_as_one(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float, documents_bt: Tensor | None = None
+) -> Tensor:
+    if documents_bt is not None and flex_can(q, v, dropout):
+        documents_bt = None
+    return layers.attend(q, k, v, causal=causal, dropout=dropout, documents_bt=documents_bt)
 
 
 def attention_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gradus.data.source import source_options
+from gradus.data.source import Source, source_options
+from gradus.data.sources.packed import EmptyPacks
 from gradus.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from gradus.models.experts import Experts
 from gradus.parallel.tensor import divided_layers
@@ -164,7 +165,7 @@ class Examples:
         self._channels_last = channels_last
         stand_in = _stand_in(recipe)
         if stand_in is not None:
-            self._data = Indexed(stand_in.open("train", recipe.seed))
+            self._data = Indexed(stand_in)
         else:
             data = open_data(recipe, "train")
             assert data is not None, "there is always something to train on"
@@ -191,15 +192,20 @@ def _storages(batch: Any) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-def _stand_in(recipe: Recipe) -> SyntheticTokens | SyntheticImages | None:
+def _stand_in(recipe: Recipe) -> Source | None:
     """Data of the same shape that needs no files, where the recipe tells the shape; None: it must be looked at."""
     if not recipe.data.built_in:
         return None
     options = source_options(recipe.data.use, data_options(recipe))
     if options.content == "images":
         shape = options.image_shape()
-        return SyntheticImages(channels=shape[0], size=shape[1], samples=16) if shape and shape[0] in (1, 3) else None  # type: ignore[arg-type]
+        if not shape or shape[0] not in (1, 3):
+            return None
+        return SyntheticImages(channels=shape[0], size=shape[1], samples=16).open("train", recipe.seed)  # type: ignore[arg-type]
     context = getattr(options, "context", None)
     if context is None or getattr(options, "form", "tokens") != "tokens" or recipe.data.use == "chat":
         return None
-    return SyntheticTokens(context=context, objective=getattr(options, "objective", "next"), samples=16)
+    if recipe.data.packs:
+        return EmptyPacks(16, context)
+    objective: Any = getattr(options, "objective", "next")
+    return SyntheticTokens(context=context, objective=objective, samples=16).open("train", recipe.seed)

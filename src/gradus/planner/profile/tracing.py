@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from gradus.parallel.blocks import repeated_blocks
 from gradus.planner.profile.as_cuda import AsCuda
+from gradus.planner.profile.cuda_attention import let_documents_be
 from gradus.planner.profile.expected import as_expected
 from gradus.planner.profile.ghosts import watched
 from gradus.planner.profile.recording import Recorder
@@ -53,6 +54,8 @@ class FakeModel:
         self.mode.capability = numbers.capability  # type: ignore[attr-defined]  # for models that ask their device
         self._styles = styles  # of layers that a tensor group divides, by name
         self._experts = experts  # names of modules whose parameters belong to experts
+        if numbers.fused_attention:
+            let_documents_be(model)
         made: dict[int, Any] = {}
         with self.mode:
             for module in model.modules():

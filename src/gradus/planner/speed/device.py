@@ -16,6 +16,7 @@ import yaml
 
 from gradus.hardware.catalogue import Gpu
 from gradus.hardware.cluster import gpu_of
+from gradus.hardware.links import find_link
 from gradus.schema.cluster import Cluster
 
 # modern: flash attention, fused optimizers, gradients that travel while backward goes on. 2021: attention from separate
@@ -75,6 +76,7 @@ class Device:
     speeds: Speeds
     era: Era = "modern"
     tf32: bool = False  # fp32 products run in it
+    host_link: str = ""  # what connects it to the host, and where its speed comes from
     notes: tuple[str, ...] = field(default=())
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (there are few devices, and they are small)
@@ -111,6 +113,10 @@ _INSTEAD |= {"fp64": ("fp32",)}
 # A100, 67 of 494.5 on an H100 (their datasheets), the lower of the two.
 WITHOUT_TENSOR_CORES = 19.5 / 156
 _ASSUMED_MULTIPROCESSORS = 100
+# By compute capability: what connects GPUs to the host that are older than the one whose copies were measured. V100
+# datasheet: "PCIe Gen3: 32 GB/s", A100 datasheet: "PCIe Gen4: 64 GB/s", both directions.
+_OLDER_HOST_LINKS = {7: "PCIe 3.0 x16", 8: "PCIe 4.0 x16"}
+_MEASURED_HOST_LINK = "PCIe 5.0 x16"  # of the H200: NVIDIA H200 datasheet, "PCIe Gen5: 128 GB/s"
 
 
 def device_of(cluster: Cluster, era: Era = "modern") -> Device | None:
@@ -119,6 +125,7 @@ def device_of(cluster: Cluster, era: Era = "modern") -> Device | None:
     if gpu is None or not gpu.peak_tflops or not gpu.memory_bandwidth_gb_per_second:
         return None
     speeds, note = speeds_for(gpu.name, gpu.compute_capability, era)
+    speeds, host_link = _with_host_link(speeds, gpu.compute_capability)
     notes = [note]
     if gpu.matmul_tflops and not speeds.own_products:
         speeds = _with_reached(speeds, gpu)
@@ -134,8 +141,22 @@ def device_of(cluster: Cluster, era: Era = "modern") -> Device | None:
         multiprocessors=gpu.multiprocessors or _ASSUMED_MULTIPROCESSORS,
         speeds=speeds,
         era=era,
+        host_link=host_link,
         notes=tuple(notes),
     )
+
+
+def _with_host_link(speeds: Speeds, capability: tuple[int, ...] | None) -> tuple[Speeds, str]:
+    """With copies to the host as fast as its link is, at the share of it that was measured."""
+    older = find_link(_OLDER_HOST_LINKS.get(capability[0], "")) if capability else None
+    if older is None:
+        return speeds, f"as measured on an H200 over {_MEASURED_HOST_LINK}"
+    measured = find_link(_MEASURED_HOST_LINK)
+    assert measured is not None, "the catalogue has it"
+    rate = speeds.host_copy_bytes_per_second * older.gb_per_second / measured.gb_per_second
+    return replace(
+        speeds, host_copy_bytes_per_second=rate
+    ), f"{older.name}, at the share that an H200 reaches of its own"
 
 
 def _with_reached(speeds: Speeds, gpu: Gpu) -> Speeds:

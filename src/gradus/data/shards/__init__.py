@@ -1,0 +1,1 @@
+"""Shards: a dataset as tar files with an index beside them, so that any sample is one read away."""

@@ -1,0 +1,37 @@
+"""By what a drill knows that a run has got over it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from gradus.bench.drill.injections import Injected
+from gradus.bench.drill.recovery import judged
+from gradus.record.directory import RunDirectory
+from gradus.record.events import EventWriter
+from gradus.record.status import Status, write_status
+
+
+def log_step(run: RunDirectory, attempt: int, step: int) -> None:
+    with run.metrics_path.open("a") as file:
+        file.write(json.dumps({"step": step, "attempt": attempt, "loss": 1.0}) + "\n")
+
+
+def test_steps_on_the_way_to_a_stop_are_no_recovery_but_the_first_new_one_of_the_next_attempt_is(
+    tmp_path: Path,
+) -> None:
+    """A run that is asked to stop at step 7 makes some more steps first, which it does not lose."""
+    run = RunDirectory.create(tmp_path, "drilled")
+    write_status(run, Status("running", attempt=2))
+    injected = Injected("preempt", "SIGTERM", time.time(), step=7, attempt=1)
+    for step in range(1, 13):
+        log_step(run, 1, step)
+    events = EventWriter(run, "rank-0-attempt-2")
+    events.write("start", attempt=2, step=12)
+    events.close()
+    assert judged(run, injected) is None
+    log_step(run, 2, 13)
+    recovery = judged(run, injected)
+    assert recovery is not None
+    assert (recovery.recovered, recovery.lost_steps) == (True, 0)
