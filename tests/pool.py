@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,13 @@ def _serve(pipe: Any) -> None:
             store = dist.FileStore(store_file, ranks)
             with connected(rank, rank, ranks, torch.device("cpu"), store) as world:
                 world.barrier()  # else one rank may leave while another still connects
-                pipe.send((True, function(world, *arguments)))
+                answer = ForkingPickler.dumps((True, function(world, *arguments)))
         except BaseException:
-            pipe.send((False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"))
+            answer = ForkingPickler.dumps((False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"))
         _close_watches()
         gc.collect()  # no model of this job may outlive the backends (see there)
         worlds.left_backends.clear()
+        pipe.send_bytes(answer)  # last: the session removes the folder of the store, which a watch would write to again
 
 
 def _close_watches() -> None:

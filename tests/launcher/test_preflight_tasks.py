@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from separate_networks import INTERFACE, Networks, separate_networks
 
+from gradus.launcher.preflight import hub as hub_module
 from gradus.launcher.preflight.facts import active_ports
 from gradus.launcher.preflight.hub import Hub, Member
 from gradus.launcher.preflight.node import alone
@@ -62,7 +63,10 @@ def test_clocks_are_compared_by_round_trips(monkeypatch):
     assert clock.offset_seconds == pytest.approx(ahead, abs=clock.uncertainty_seconds + 1e-3)
 
 
-def test_a_stranger_who_answers_is_not_the_hub():
+def test_a_stranger_who_answers_is_not_the_hub(monkeypatch):
+    monkeypatch.setattr(
+        hub_module, "PORTS", 1
+    )  # whoever listens at the ports after it has a way of their own to say no
     hub = Hub(1, "another key", 0, time.monotonic() + 30)
     with pytest.raises(OSError, match="closed the connection"):
         Member.connected(("127.0.0.1",), hub.port, 0, "key", time.monotonic() + 0.2)

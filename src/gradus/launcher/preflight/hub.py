@@ -111,7 +111,7 @@ class Member:
     def connected(cls, addresses: Sequence[str], first_port: int, index: int, key: str, until: float) -> Member:
         """Try all addresses and ports until one of them is the hub; OSError with the last reason when time is up."""
         why: Exception = OSError("there is no address to try")
-        while time.monotonic() < until:
+        while True:  # once at least, however late it is
             for address, port in ((a, first_port + p) for a in addresses for p in range(PORTS)):
                 try:
                     connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
@@ -123,8 +123,9 @@ class Member:
                 except (OSError, ValueError) as error:
                     if not isinstance(error, ConnectionRefusedError) or isinstance(why, ConnectionRefusedError):
                         why = error
+            if time.monotonic() >= until:
+                raise OSError(f"{', '.join(addresses) or 'nowhere'}, ports from {first_port} on: {why}")
             time.sleep(_AGAIN_SECONDS)
-        raise OSError(f"{', '.join(addresses) or 'nowhere'}, ports from {first_port} on: {why}")
 
     def ask(self, question: str, **more: Any) -> dict[str, Any]:
         line = json.dumps({"key": self._key, "index": self._index, "ask": question, **more})
