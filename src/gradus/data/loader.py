@@ -11,6 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -168,11 +169,13 @@ class Loader:
         on_device: bool = True,
         channels_last: bool = False,
         part_of: Callable[[Inputs], Inputs] | None = None,
+        copying: AbstractContextManager[object] | None = None,
     ) -> None:
         """Without an `order`, a seed shuffles each epoch, and without a seed samples come as they lie.
 
         A worker that gives no answer for `timeout_seconds` ends the run. Where ranks share a sample, `part_of` cuts
-        this rank's part out of a batch.
+        this rank's part out of a batch. What copies batches to the device does so inside `copying`, which may be
+        entered again and again.
         """
         self.slices = slices
         default = AsLaid(dataset.length) if seed is None else Shuffled(seed, dataset.length)
@@ -184,6 +187,7 @@ class Loader:
         self._timeout_seconds = timeout_seconds
         self._channels_last = channels_last
         self._part_of = part_of
+        self._copying = copying or nullcontext()
         self._columns = _resident_columns(dataset, device) if on_device else None
 
     def micro_batches(self, start_step: int, end_step: int) -> Iterator[MicroBatch]:
@@ -219,7 +223,8 @@ class Loader:
             fetched, real = [_fetched(count) for _, count in chunk], [count for _, count in chunk]
             indices = torch.from_numpy(numbers)
             if self._device.type == "cuda":
-                indices = indices.pin_memory().to(self._device, non_blocking=True)
+                with self._copying:
+                    indices = indices.pin_memory().to(self._device, non_blocking=True)
             digests = delivered_digests(positions, numbers, fetched, real)
             for wanted, digest in zip(torch.split(indices, fetched), digests, strict=True):
                 yield mapped(self._columns, partial(torch.index_select, dim=0, index=wanted)), digest
@@ -228,12 +233,16 @@ class Loader:
         on_gpu = self._device.type == "cuda"
         if not self.workers:
             raw = map(self._fetch, requests)
-            return copied_ahead(map(pinned, raw), self._device) if on_gpu else raw
+            return copied_ahead(map(self._pinned, raw), self._device, self._copying) if on_gpu else raw
         workers = Workers(self._fetch.several, self.workers, self._fetch.described, self._timeout_seconds)
         batches = self._from(workers, requests)
         if on_gpu:
-            return copied_ahead(pinned_ahead(batches, self._device, workers.kill), self._device)
+            return copied_ahead(pinned_ahead(batches, self._device, workers.kill), self._device, self._copying)
         return batches
+
+    def _pinned(self, batch: Any) -> Any:
+        with self._copying:
+            return pinned(batch)
 
     def _from(self, workers: Workers[list[Request]], requests: Iterator[Request]) -> Iterator[Any]:
         at_once = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,26 +85,36 @@ def pinned_ahead(batches: Iterator[Any], device: torch.device, interrupt: Callab
         thread.join()
 
 
-def copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Copy each pinned batch to the device on a stream of its own, one batch ahead of the one in use."""
+def copied_ahead(
+    batches: Iterator[Any], device: torch.device, timed: AbstractContextManager[object] | None = None
+) -> Iterator[Any]:
+    """Copy each pinned batch to the device on a stream of its own, one batch ahead of the one in use.
+
+    The copying, and where the step has to wait for it, is done in `timed`.
+    """
+    timed = timed or nullcontext()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copied(batch: Any) -> tuple[Any, torch.cuda.Event]:
-        with torch.cuda.stream(stream):
+        with timed, torch.cuda.stream(stream):
             moved = mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
         return moved, done
+
+    def arrived(batch: Any, done: torch.cuda.Event) -> Any:
+        with timed:
+            return _arrived(batch, done)
 
     ahead = None
     with closed_after(batches):
         for batch in batches:
             following = copied(batch)
             if ahead is not None:
-                yield _arrived(*ahead)
+                yield arrived(*ahead)
             ahead = following
     if ahead is not None:
-        yield _arrived(*ahead)
+        yield arrived(*ahead)
 
 
 def _arrived(batch: Any, done: torch.cuda.Event) -> Any:

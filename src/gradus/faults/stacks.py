@@ -25,7 +25,7 @@ _DEBUGGING = ("/bdb.py", "/pdb.py", "/pydevd.py", "/pydevd_frame.py")
 _WAITING = (  # file and function in which a thread waits for other ranks, or for its device
     ("torch/distributed/distributed_c10d.py", ""),
     ("torch/distributed/_functional_collectives.py", "wait_tensor"),
-    ("gradus/faults/own_time.py", "wait"),
+    ("gradus/faults/waits.py", "wait"),
     ("torch/cuda/streams.py", "synchronize"),
     ("torch/cuda/__init__.py", "synchronize"),
 )

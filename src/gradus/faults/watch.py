@@ -81,16 +81,20 @@ class Watch:
         self._thread = threading.Thread(target=self._go, name="gradus-watch", daemon=True)
         self._thread.start()
 
+    def start(self) -> None:
+        """The first step begins."""
+        self.where.elsewhere()
+        self.own.start()
+
     def stepped(self, step: int, data_seconds: float) -> None:
         """A step is done, or on its way to the device."""
-        self.own.end(data_seconds)
+        self.own.stepped(step, data_seconds)
         self.where.stepped(step)
-        self.own.begin()
 
     def elsewhere(self) -> None:
         """What was done since the last step is no part of one."""
         self.where.elsewhere()
-        self.own.begin()
+        self.own.elsewhere()
 
     def close(self) -> None:
         """The rank is about to end in order: nobody shall miss it. Nothing of it stays: neither thread nor world."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 Phase = Literal[
@@ -38,11 +39,14 @@ class Whereabouts:
         self.step_seconds: deque[float] = deque(maxlen=_RECENT)
         self.batch_seconds: deque[float] = deque(maxlen=_RECENT)  # of evaluations
         self._stepped_at: float | None = None
+        self.on_enter: Callable[[Phase, float], None] | None = None  # told of each change, and when it was
 
     def enter(self, phase: Phase) -> None:
         self.phase = phase
         self.since = time.monotonic()
         self.moves += 1
+        if self.on_enter is not None:
+            self.on_enter(phase, self.since)
 
     def stepped(self, step: int) -> None:
         """An optimizer step is done, or launched where a device runs behind."""

@@ -45,6 +45,20 @@ def memory_left(process_groups: Path = _PROCESS_GROUPS, mount: Path = _MOUNT) ->
     return min(left, default=None)
 
 
+def cpu_seconds_used(process_groups: Path = _PROCESS_GROUPS, mount: Path = _MOUNT) -> float | None:
+    """Processor time that the innermost group of this process which has a limit has taken, or None without one."""
+    for folder in _folders("cpu", process_groups, mount):
+        limit, period = _words(folder / "cpu.max"), _words(folder / "cpu.cfs_quota_us")
+        if len(limit) == 2 and limit[0] != "max":
+            counted = _words(folder / "cpu.stat")
+            numbers = dict(zip(counted[::2], counted[1::2], strict=False))
+            if "usage_usec" in numbers:
+                return int(numbers["usage_usec"]) / 1e6
+        if period and period[0] != "-1" and (used := _words(folder / "cpuacct.usage")):
+            return int(used[0]) / 1e9
+    return None
+
+
 def _folders(controller: str, process_groups: Path, mount: Path) -> Iterator[Path]:
     """The group of this process and those around it: the tightest limit on the way up counts.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 # NVML's bits for why a clock is lower than it could be (nvml.h: nvmlClocksEventReason..., before driver 535
 # nvmlClocksThrottleReason...). Idle, a power cap and user settings are ordinary; these are not.
-_BRAKES = {
+BRAKES = {
     0x0000000000000008: "hardware slowdown",
     0x0000000000000020: "software thermal slowdown",
     0x0000000000000040: "hardware thermal slowdown",
@@ -108,7 +108,7 @@ def _health(nvml: Any, index: int, log: str) -> GpuHealth:
         retired_pages=remapped[0] + remapped[1] if remapped is not None else retired,
         pending_repair=bool(remapped[2]) if remapped is not None else (None if pending is None else bool(pending)),
         failed_repair=bool(remapped[3]) if remapped is not None else None,
-        brakes=tuple(name for bit, name in _BRAKES.items() if reasons & bit),
+        brakes=tuple(name for bit, name in BRAKES.items() if reasons & bit),
         xid=last_xid(log, _text(pci.busId)) if pci is not None else None,
     )
 

@@ -15,9 +15,9 @@ from gradus.faults.silence import Silence
 from gradus.launcher.attempt import STARTS_OVER, Launch, starts_over
 from gradus.record.display import Display
 from gradus.record.events import EventWriter, Messages, rank_writer
+from gradus.record.exporters import LiveExporters
 from gradus.record.node import node_name
 from gradus.record.status import read_status, write_status
-from gradus.record.tensorboard import TensorBoardExporter
 
 POLL_SECONDS = 0.1
 SCRIPT_IS_TOLD = "its ranks get SIGTERM, and whether they save is up to the script"
@@ -47,8 +47,9 @@ class Following:
 
     def __init__(self, launch: Launch, display: Display | None) -> None:
         self._display = display
-        exporters = launch.recipe.exporters if launch.recipe else []
-        self._exporter = TensorBoardExporter(launch.run) if "tensorboard" in exporters else None
+        # Nobody wants to find a dry run among the runs of a service.
+        exporters = launch.recipe.exporters if launch.recipe and not launch.dry_run else []
+        self._exporters = LiveExporters(launch.run, exporters, self.say)
         self._messages = Messages(launch.run, rank_writer(launch.attempt))
         self._beat = Beat(launch) if launch.script else None
         self.signals = Signals(launch.run, self.say)
@@ -70,15 +71,14 @@ class Following:
             self._beat.poll()
         for message in self._messages.poll():
             self.say(message)
-        for follower in (self._display, self._exporter):
-            if follower:
-                follower.poll()
+        if self._display:
+            self._display.poll()
 
     def close(self) -> None:
         self.poll()
-        for follower in (self._display, self._exporter):
-            if follower:
-                follower.close()
+        self._exporters.close()
+        if self._display:
+            self._display.close()
 
 
 @contextlib.contextmanager

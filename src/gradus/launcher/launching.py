@@ -15,6 +15,7 @@ from gradus.launcher.result import Result
 from gradus.launcher.slurm.step import launch_step, other_nodes
 from gradus.record.lock import release
 from gradus.schema.cluster import Cluster
+from gradus.schema.profile_request import ProfileRequest
 
 
 def train(
@@ -28,6 +29,7 @@ def train(
     resume: str | None = None,
     time_limit: str | None = None,
     accept_changed_data: bool = False,
+    profile: str | None = None,
     quiet: bool = False,
 ) -> Result:
     """Train a recipe on this machine, or in a job on its nodes: start the ranks, wait, and return how it ended.
@@ -36,7 +38,7 @@ def train(
     A bad recipe raises; a run that fails does not: its result has the state `failed` and the error. An interrupt asks
     the run to save and stop; it then has the state `stopped`. A second one ends it at once. With a `time_limit` such as
     `"1h30m"`, it saves and stops before that is over. A run to `resume` whose data has changed is refused, unless that
-    is accepted.
+    is accepted. With `profile="steps=5"`, torch's profiler records some steps into the run's `traces/`.
     """
     given, deadline = recipe_given(recipe, overrides), deadline_in(time_limit, "time_limit")
     launch = prepare(
@@ -47,6 +49,7 @@ def train(
         run_id=run_id,
         resume=resume,
         accept_changed_data=accept_changed_data,
+        profile=ProfileRequest.parse(profile) if profile is not None else None,
     )
     try:
         result = launch_here(replace(launch, deadline=deadline), quiet=quiet)

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
+from gradus.faults.children import descendants
 from gradus.faults.parent import end_with_parent
 from gradus.faults.signals import SECOND_INTERRUPT
 from gradus.faults.stop_signals import ignore_stop_signals
 from gradus.launcher.attempt import Launch
+from gradus.launcher.device_sampler import DeviceSampler
 from gradus.launcher.drill_request import DrillWatch
 from gradus.launcher.following import POLL_SECONDS, Following
 from gradus.launcher.processes import marks, rank_processes
 from gradus.launcher.rank_output import RankOutput, redirection
+from gradus.launcher.script_profile import script_profile_variables
 from gradus.launcher.script_stop import ScriptStop
 from gradus.launcher.torchrun import LOOPBACK, Meeting, rank_environment, torchrun_command
 from gradus.record.stop import requested_end
@@ -66,6 +69,7 @@ class NodeRanks:
         )
         self._ends_by = signal.SIGHUP if of_a_job else signal.SIGTERM
         self.output = RankOutput(outputs, part.ranks, log, part.first_rank)
+        self._devices = DeviceSampler(launch.run, launch.attempt, part.ranks, partial(descendants, self.process.pid))
 
     @property
     def running(self) -> bool:
@@ -130,6 +134,7 @@ class NodeRanks:
     def close(self) -> None:
         if self.running:
             self.end()  # ranks that nobody waits for must not go on
+        self._devices.close()
         self.output.close()
 
 
@@ -140,7 +145,7 @@ def alone_on_this_machine(launch: Launch, port: int) -> Part:
 def variables_of(launch: Launch) -> dict[str, str]:
     """By which ranks know that they are to build everything, make one step and leave; or until when they may train."""
     deadline = {DEADLINE: str(launch.deadline)} if launch.deadline is not None else {}
-    return {**({DRY_RUN: "1"} if launch.dry_run else {}), **deadline}
+    return {**({DRY_RUN: "1"} if launch.dry_run else {}), **deadline, **script_profile_variables(launch)}
 
 
 def _ends_on_sigterm(launch: Launch) -> bool:

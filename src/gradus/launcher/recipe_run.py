@@ -23,10 +23,11 @@ from gradus.planner.defaults import Choice, default_plan
 from gradus.planner.resolve import prepare_data, resolved
 from gradus.planner.weights import check_weights
 from gradus.record.directory import CHANGED_DATA_MARK, RunDirectory
-from gradus.record.tensorboard import check_tensorboard_installed
+from gradus.record.exporters import check_exporters
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.prediction import PREDICTION_FILE
+from gradus.schema.profile_request import PROFILE_FILE, ProfileRequest
 from gradus.schema.recipe import Recipe
 
 # What makes a run the same run, besides its data. Everything else, the number of ranks included, may change when it
@@ -44,6 +45,7 @@ def prepare(
     resume: str | None = None,
     dry_run: bool = False,
     accept_changed_data: bool = False,
+    profile: ProfileRequest | None = None,
 ) -> Launch:
     """An attempt at a recipe. A dry run has its directory in a folder of its own, since it is to leave none behind."""
     recipe = checked(recipe, goes_on=resume is not None)
@@ -52,7 +54,7 @@ def prepare(
         cluster = cluster or cluster_of(nodes, machine)
         nproc = ranks_of(nodes, nproc, cluster)
     cluster = cluster or detect_cluster(machine)
-    prepared = prepared_recipe(recipe, chosen(recipe, cluster, nproc), accept_changed_data)
+    prepared = prepared_recipe(recipe, chosen(recipe, cluster, nproc), accept_changed_data, profile)
     prepare_data(recipe)
     made = folders_for_dry_run(runs) if dry_run else ()
     runs = made[0] if made else runs
@@ -66,17 +68,23 @@ def checked(recipe: Recipe, *, goes_on: bool) -> Recipe:
     recipe = resolved(recipe)
     if not goes_on:  # one that goes on has its weights in its checkpoints
         check_weights(recipe)
-    if "tensorboard" in recipe.exporters:
-        check_tensorboard_installed()
+    check_exporters(recipe.exporters)
     return recipe
 
 
-def prepared_recipe(recipe: Recipe, choice: Choice, accept_changed_data: bool = False) -> Prepared:
+def prepared_recipe(
+    recipe: Recipe, choice: Choice, accept_changed_data: bool = False, profile: ProfileRequest | None = None
+) -> Prepared:
     """A checked recipe with its plan, and the files of an attempt at it."""
     files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
     if choice.prediction is not None:
         files[PREDICTION_FILE] = choice.prediction.to_json()
     files |= {CHANGED_DATA_MARK: ""} if accept_changed_data else {}
+    if profile is not None:
+        profile.check_ranks(choice.plan.mesh.world_size)
+        if recipe.steps is not None:
+            profile.check_steps(recipe.steps)
+        files[PROFILE_FILE] = profile.to_json()
 
     def check(run: RunDirectory) -> None:
         _check_same_run(run, recipe, accept_changed_data)

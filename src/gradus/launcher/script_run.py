@@ -21,6 +21,7 @@ from gradus.launcher.together import started_together
 from gradus.record.directory import CHANGED_DATA_MARK, RunDirectory
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
+from gradus.schema.profile_request import PROFILE_FILE, ProfileRequest
 
 # On the CPU a few ranks may share a core, to try things out; many more only wait for each other.
 _MOST_RANKS_PER_CORE = 8
@@ -35,6 +36,7 @@ def prepare_script(
     run_id: str | None = None,
     resume: str | None = None,
     accept_changed_data: bool = False,
+    profile: ProfileRequest | None = None,
 ) -> Launch:
     """An attempt at a script."""
     machine, nodes = usable_machine(), other_nodes()
@@ -44,15 +46,20 @@ def prepare_script(
     else:
         ranks = nproc or max(1, len(machine.gpus))
         _check_ranks(machine, ranks, cluster.nodes if cluster and started_together() else 1)
-    prepared = prepared_script(with_ranks(script, ranks), accept_changed_data)
+    prepared = prepared_script(with_ranks(script, ranks), accept_changed_data, profile)
     run, lock = claim_run(runs, prepared.name, run_id, resume, prepared.check_same_run)
     attempt = write_attempt(run, cluster or detect_cluster(machine), machine, prepared.files)
     return Launch(run, attempt, prepared.work, ranks, machine.cpu_cores, lock)
 
 
-def prepared_script(script: Script, accept_changed_data: bool = False) -> Prepared:
+def prepared_script(
+    script: Script, accept_changed_data: bool = False, profile: ProfileRequest | None = None
+) -> Prepared:
     """A script that was checked, with the number of its ranks, and the files of an attempt at it."""
     files = {COMMAND_FILE: script.to_json(), **({CHANGED_DATA_MARK: ""} if accept_changed_data else {})}
+    if profile is not None:
+        profile.check_ranks(script.ranks)
+        files[PROFILE_FILE] = profile.to_json()
     return Prepared(script, script.ranks, files, lambda run: _check_same_run(run, script))
 
 

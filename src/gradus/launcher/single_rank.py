@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import BinaryIO
 
 from gradus.faults.children import kill_descendants
@@ -15,9 +17,10 @@ from gradus.faults.parent import end_with_parent
 from gradus.faults.stop_signals import ignore_stop_signals
 from gradus.hardware.detect import usable_cores
 from gradus.launcher.attempt import Launch
+from gradus.launcher.device_sampler import DeviceSampler
 from gradus.launcher.gathering import Place
 from gradus.launcher.node_ranks import variables_of
-from gradus.launcher.processes import marks
+from gradus.launcher.processes import attempt_processes, marks
 from gradus.launcher.rank_output import STREAMS, RankOutput
 from gradus.launcher.torchrun import rank_environment
 from gradus.record.node import node_name
@@ -47,6 +50,12 @@ class SingleRank:
                 preexec_fn=_before_it_starts,
             )
         self.output = RankOutput(folder, 1, log, self.rank)
+        # One of the processes on a node looks after all of its ranks, and after all GPUs that it can see.
+        all_here = partial(attempt_processes, launch.run.path, launch.attempt, os.environ.get("SLURMD_NODENAME"))
+        self._devices: DeviceSampler | None = None
+        if place.local_rank == 0 or place.own_gpu:
+            ranks, number = place.local_size, place.local_rank
+            self._devices = DeviceSampler(launch.run, launch.attempt, ranks, all_here, beside=number)
 
     @property
     def running(self) -> bool:
@@ -65,6 +74,8 @@ class SingleRank:
         """The rank's exit code; a rank that ended badly has a few lines in the log, as torchrun would write them."""
         if self.running:
             self.end()
+        if self._devices is not None:
+            self._devices.close()
         self.output.close()
         code = self.process.returncode
         if code:

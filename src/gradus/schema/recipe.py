@@ -247,7 +247,7 @@ class Recipe(BaseModel):
     spike: SpikeBlock = SpikeBlock()
     checksums: ChecksumsBlock = ChecksumsBlock()
     watchdog: WatchdogBlock | None = WatchdogBlock()  # a run that stands still is ended, and told why; off: never
-    exporters: list[Literal["tensorboard"]] = []
+    exporters: list[Literal["tensorboard", "mlflow", "wandb"]] = []
     plan: Plan = Plan()
 
     _origin: Origin = PrivateAttr(default=Origin())

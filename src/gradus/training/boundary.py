@@ -23,6 +23,7 @@ from gradus.schema.errors import GradusError
 from gradus.training.agreement import Agreement
 from gradus.training.gradients import total_norm
 from gradus.training.live_run import LiveRun
+from gradus.training.profiling import profiling_of
 from gradus.training.readback import PendingNumbers, StepNumbers
 from gradus.training.rollback import GoBack
 
@@ -58,7 +59,10 @@ class Boundary:
         self._late: Launched | None = None
         self._agreement = Agreement(live)
         self.interrupted = False  # an evaluation was cut short by a stop request
-        live.recorder.restart_clock()
+        if live.profiling is None:  # after a rollback there may be one
+            live.profiling = profiling_of(live)
+        live.recorder.start_clock()
+        self._profile()
 
     @property
     def out_of_budget(self) -> bool:
@@ -72,6 +76,20 @@ class Boundary:
         self._late = step
         self._live.hooks.on_step()
         self._agreement.compare_if_due()
+        self._profile()
+
+    def _profile(self) -> None:
+        """Where a trace is asked for: its steps begin and end here, and what it takes to write them is no step's."""
+        profiling, step = self._live.profiling, self._live.state.step
+        if profiling is None:
+            return
+        interrupts = profiling.interrupts(step)
+        if interrupts:
+            self.settle()
+            self._live.watch.where.enter("hooks")  # which may take long
+        profiling.at(step)
+        if interrupts:
+            self._live.recorder.restart_clock()
 
     def settle(self) -> None:
         """Take in the numbers of the step that was launched last."""
@@ -79,7 +97,7 @@ class Boundary:
         if launched is None:
             return
         live = self._live
-        with live.watch.own.waiting():
+        with live.watch.own.waiting_for_device():
             numbers = launched.numbers.wait()
         live.watch.own.settle()
         step, positions = launched.step + 1, live.samples_of(launched.step)
@@ -193,6 +211,7 @@ class Boundary:
         """Weights that are no longer numbers must not replace those that were."""
         self.settle()
         live, step = self._live, self._live.state.step
+        live.watch.where.enter("saving")
         if step > 0:
             self._check_agreement(self._agreement.compared_now())  # first: then one norm is that of all replicas
             norm = float(total_norm([(p, p.detach()) for p in live.model.parameters()], live.world))

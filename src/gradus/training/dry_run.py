@@ -6,8 +6,8 @@ import os
 
 from gradus.record.variables import DRY_RUN
 from gradus.schema.recipe import Recipe
+from gradus.training.breakdown import peak_memory_bytes
 from gradus.training.live_run import LiveRun
-from gradus.training.recorder import peak_memory_bytes
 
 GIB = 1024**3
 

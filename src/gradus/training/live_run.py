@@ -55,6 +55,7 @@ from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 from gradus.training.accumulation import check_parameters_are_wide
+from gradus.training.breakdown import Timings
 from gradus.training.building import open_data
 from gradus.training.described import Described, described_model
 from gradus.training.evaluation import Measure, evaluate
@@ -67,6 +68,7 @@ from gradus.training.own_optimizer import rebind
 from gradus.training.pipeline_step import PipelineStep, wiring_of
 from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
 from gradus.training.preparation import prepared
+from gradus.training.profiling import Profiling
 from gradus.training.recorder import Rates, Recorder
 from gradus.training.resuming import bring_home, check_same_stream, newest_checkpoint, resumed, step_back
 from gradus.training.rollback import check_can_recover, left_out_by_rollbacks
@@ -110,6 +112,7 @@ class LiveRun:
     recompute_note: str | None = None  # of the whole model
     scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
     last_loss: float | None = None  # of the last step whose numbers have arrived
+    profiling: Profiling | None = None  # where a trace of some steps is asked for
 
     def __init__(
         self,
@@ -137,7 +140,10 @@ class LiveRun:
             being_written=self._commit_to_come,
             more_stacks=loader_stacks,
         )
-        self.recorder.on_restart, self.recorder.on_close = self.watch.elsewhere, self.watch.close
+        self.recorder.on_start, self.recorder.on_restart = self.watch.start, self.watch.elsewhere
+        self.recorder.on_close = self.watch.close
+        on_problem = partial(self.recorder.problem, "write-error")
+        self.recorder.timings = Timings(run, attempt, world, self.watch.own, on_problem)
         self.state = TrainingState()
         self.store = CheckpointStore(run.checkpoints, local_tier(recipe.checkpoint.local, run))
         self.stop = StopRequest(run.stop_file, world, deadline=deadline_of())
@@ -306,6 +312,8 @@ class LiveRun:
         recorder.rates = rates
         recorder.status(step=self.state.step, steps_total=self.total_steps)
         start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": self.world.size, **rates.mfu()}
+        start |= {"device": self.world.device.type, "threads": torch.get_num_threads()}
+        start |= {"parameters": self.parameter_counts[0]}
         recorder.event("start", **start)
         self.samples = TrainedSamples(self)
         if self.world.device.type == "cpu" and self.cluster is not None and self.cluster.gpus_per_node:
@@ -490,6 +498,7 @@ class LiveRun:
             on_device=self.plan.data_on_device,
             channels_last=self.plan.channels_last,
             part_of=partial(split_sequence, world=self.world) if self.plan.mesh.context > 1 else None,
+            copying=self.watch.own.inside("host_to_device"),
         )
 
     def _wiring(self, model: nn.Module) -> Wiring:

@@ -23,6 +23,7 @@ from gradus.record.format import bytes_text
 from gradus.schema.errors import DoNotRestart
 from gradus.schema.prediction import PREDICTION_FILE, Prediction
 from gradus.training.memory import memory_of, size_of
+from gradus.training.memory_snapshot import snapshot_at_out_of_memory
 
 if TYPE_CHECKING:
     from gradus.training.live_run import LiveRun
@@ -69,7 +70,13 @@ def explain_out_of_memory(error: BaseException, live: LiveRun) -> BaseException:
     cause: BaseException | None = error
     while cause is not None and not is_out_of_memory(cause):
         cause = cause.__cause__  # code of the user's own may have raised it, and is blamed then
-    return told(_shortage(cause, live)) if cause is not None else error
+    if cause is None:
+        return error
+    explained = told(_shortage(cause, live))
+    snapshot = snapshot_at_out_of_memory(live.run, live.attempt, live.world.rank, live.world.device)
+    if snapshot is not None:
+        explained.details["memory_snapshot"] = str(snapshot)
+    return explained
 
 
 def is_out_of_memory(error: BaseException) -> bool:

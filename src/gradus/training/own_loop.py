@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,6 +84,7 @@ class Run:
         cls, recipe: Recipe | str | Path | Mapping[str, Any], *, runs: str | Path = "runs", resume: str | None = None
     ) -> Run:
         """Join the other ranks, if there are any, and open the run's directory."""
+        from gradus.launcher.device_sampler import DeviceSampler, with_descendants
         from gradus.launcher.given import recipe_given  # what callers of gradus.train may hand over, too
 
         try:
@@ -94,6 +96,10 @@ class Run:
         except GradusError as error:
             on_refusal(error)
             raise
+        if not run._place.launched and run._place.world.local_rank == 0:  # nobody else looks at the devices
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            of = partial(with_descendants, os.getpid() if here == 1 else os.getppid())
+            run._handling.callback(DeviceSampler(run._place.run, run._place.attempt, here, of).close)
         run._watch()
         return run
 

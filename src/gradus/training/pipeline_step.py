@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -96,13 +96,15 @@ class PipelineStep(TrainingStep):
         try:
             if self._schedule is None:
                 self._schedule = self._scheduled(ready[0])
-            run_schedule(self._schedule, ready)
+            with self._timed("backward"):  # stages' forwards are in between, and say so
+                run_schedule(self._schedule, ready)
         except RuntimeError as error:
             raise _explained(error) from error
-        if not self._sharded and self._world.averaging_ranks > 1:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
-            average_(gradients, averaging_group(self._world), self._plan.bucket_mib, self._plan.compression)
-        self._copies.sum_gradients()
+        with self._timed("backward"):
+            if not self._sharded and self._world.averaging_ranks > 1:
+                gradients = [p.grad for p in self._parameters if p.grad is not None]
+                average_(gradients, averaging_group(self._world), self._plan.bucket_mib, self._plan.compression)
+            self._copies.sum_gradients()
 
     def _finished_sums(self) -> tuple[Tensor, Tensor, Tensor | None]:
         nothing = torch.zeros((), dtype=torch.float64, device=self._world.device)
@@ -174,8 +176,11 @@ class PipelineStep(TrainingStep):
         if step is not None:
             seed_for_micro_batch(self._seed, step, micro.position, self._world.device, stage, *self._part)
         counting = self._experts.counting(None if step is None else micro.samples)
-        with counting, self._numbers.computing(self._world.device):
+        with self._timed("forward"), counting, self._numbers.computing(self._world.device):
             yield
+
+    def _timed(self, kind: Literal["forward", "backward"]) -> AbstractContextManager[object]:
+        return self.own.inside(kind) if self.own is not None else nullcontext()
 
     def lost(self, model: nn.Module, micro: MicroBatch) -> Losses:
         return self._measured_by(model, micro.inputs, micro.samples)

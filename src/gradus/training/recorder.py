@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -10,13 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from gradus.parallel.world import World
 from gradus.record.append_log import AppendLog
 from gradus.record.directory import RunDirectory
 from gradus.record.events import EventWriter, rank_writer
 from gradus.record.status import Heartbeat, Status
+from gradus.training.breakdown import Timings, metrics_of, peak_memory_bytes
 from gradus.training.epochs import Epoch
 from gradus.training.readback import StepNumbers
 
@@ -53,13 +51,15 @@ class Recorder:
         self._run, self._attempt, self._rank = run, attempt, world.rank
         self._device = world.device
         self.rates = Rates()  # known once the model is built
+        self.timings: Timings | None = None  # where the time of steps goes, on every rank
         self._log_every = log_every
         self._steps = self._samples = 0
         self._seconds = self._data_seconds = 0.0
         self._last_done = time.monotonic()
         self.problems: list[str] = []
         self._open = True
-        self.on_restart: Callable[[], None] = lambda: None  # of the clock
+        self.on_start: Callable[[], None] = lambda: None  # of the clock
+        self.on_restart: Callable[[], None] = lambda: None
         self.on_close: Callable[[], None] = lambda: None
         self._files: tuple[AppendLog, EventWriter, Heartbeat] | None = None
         self._own_events: EventWriter | None = None  # of a rank that has no other files, once it has something to tell
@@ -82,8 +82,16 @@ class Recorder:
 
     def restart_clock(self) -> None:
         """After work that is no part of a step (evaluation, saving), so that it does not count as step time."""
-        self._last_done = time.monotonic()
+        now = time.monotonic()
+        if self.timings is not None:
+            self.timings.between_steps(now - self._last_done)
+        self._last_done = now
         self.on_restart()
+
+    def start_clock(self) -> None:
+        """The first step begins here, or the one from which a run that went back goes on."""
+        self._last_done = time.monotonic()
+        self.on_start()
 
     def step(
         self, step: int, consumed: int, samples: int, lr: float, data_seconds: float, numbers: StepNumbers
@@ -98,6 +106,7 @@ class Recorder:
         self._seconds += seconds
         self._data_seconds += data_seconds
         self._last_done = numbers.done_at
+        mean = self.timings.step(step, seconds, log=self.logs(step)) if self.timings is not None else None
         if not self._files or not self.logs(step):
             return seconds
         tokens = self.rates.tokens_per_sample
@@ -114,6 +123,8 @@ class Recorder:
             **self.rates.per_second(self._seconds, self._samples),
             "memory_peak_bytes": peak_memory_bytes(self._device),
         }
+        if mean is not None:
+            record.update(metrics_of(mean))
         if numbers.scale_after is not None:
             record["loss_scale"] = numbers.scale_after
         record.update(numbers.experts)
@@ -125,6 +136,8 @@ class Recorder:
     def rolled_back(self, to_step: int) -> None:
         """What was written down of later steps is no part of the run any more."""
         self._steps, self._samples, self._seconds, self._data_seconds = 0, 0, 0.0, 0.0
+        if self.timings is not None:
+            self.timings.forget()
         if self._files:
             self._files[0].write({"rolled_back_to": to_step, "attempt": self._attempt})
             self._files[2].update(step=to_step)
@@ -165,10 +178,12 @@ class Recorder:
         """Write what is still waiting, and the last status. Returns what could not be written."""
         self._open = False
         self.on_close()
+        lost = self.timings.close() if self.timings is not None else []
+        self.timings = None
         if not self._files:
-            return self._own_events.close() if self._own_events is not None else []
+            return lost + (self._own_events.close() if self._own_events is not None else [])
         metrics, events, heartbeat = self._files
-        lost = [*metrics.close(), *events.close()]
+        lost += [*metrics.close(), *events.close()]
         problem = heartbeat.close(**final_status)
         self._files = None
         return lost + ([problem] if problem else [])
@@ -188,10 +203,3 @@ class Recorder:
         with suppress(OSError):  # the log may be on the disk that is full
             print(f"gradus: {message}", flush=True)
         self.problems.append(message)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has used so far: tensors on a GPU, or resident memory of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -180,6 +180,7 @@ class Saving:
     def _wait(self) -> bool:
         """Until the snapshot of this step is committed, or is known to fail: the same answer on all ranks."""
         live, step, writer = self._live, self._live.state.step, self._writer
+        live.watch.where.enter("saving")
         if self._all(self.committed == step or not live.world.leads):  # rank 0 knows
             return True
         assert writer is not None

@@ -134,7 +134,8 @@ class TrainingStep:
         with self._reducing, self.own.backward() if self.own is not None else nullcontext():
             scaled.backward()  # type: ignore[no-untyped-call]
         if self._wide is not None:
-            self._wide.take()
+            with self.own.inside("backward") if self.own is not None else nullcontext():
+                self._wide.take()
 
     @property
     def complete(self) -> bool:

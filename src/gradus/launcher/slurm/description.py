@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from gradus.record.directory import CHANGED_DATA_MARK, RunDirectory
+from gradus.schema.profile_request import PROFILE_FILE
 
 DESCRIPTION_FILE = "job.json"
 SCRIPT_FILE = "script.sh"
@@ -56,5 +57,5 @@ def free_from(port: int) -> int:
 
 def attempt_files(job: Path) -> dict[str, str]:
     """What each attempt has from the submission: the recipe with plan and prediction, or a command."""
-    names = ("recipe.yaml", "plan.yaml", "prediction.json", "command.json", CHANGED_DATA_MARK)
+    names = ("recipe.yaml", "plan.yaml", "prediction.json", "command.json", CHANGED_DATA_MARK, PROFILE_FILE)
     return {name: (job / name).read_text() for name in names if (job / name).exists()}

@@ -21,6 +21,7 @@ from gradus.planner.resolve import prepare_data
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.loading import parse_yaml, validated
+from gradus.schema.profile_request import ProfileRequest
 from gradus.schema.recipe import Recipe
 from gradus.schema.scheduler import Scheduler
 
@@ -40,6 +41,7 @@ class Wish:
     preflight: bool = False
     retries: int = 3
     accept_changed_data: bool = False
+    profile: ProfileRequest | None = None
     dry_run: bool = False
 
     def site_for(self, cluster: Cluster) -> tuple[Cluster, Site]:
@@ -88,7 +90,8 @@ def recipe_request(recipes: Sequence[Recipe], cluster: Cluster, wish: Wish) -> t
         for recipe in known:
             prepare_data(recipe)
     works = tuple(
-        prepared_recipe(recipe, choice, wish.accept_changed_data) for recipe, choice in zip(known, choices, strict=True)
+        prepared_recipe(recipe, choice, wish.accept_changed_data, wish.profile)
+        for recipe, choice in zip(known, choices, strict=True)
     )
     request = wish.request(
         here,
@@ -112,7 +115,7 @@ def script_request(script: Script, cluster: Cluster, wish: Wish) -> tuple[Reques
             found=per_node,
             allowed=cluster.gpus_per_node,
         )
-    work = prepared_script(with_ranks(script, here.nodes * per_node), wish.accept_changed_data)
+    work = prepared_script(with_ranks(script, here.nodes * per_node), wish.accept_changed_data, wish.profile)
     folders = (script.directory, *folders_of(list(script.arguments)))
     return wish.request(here, works=(work,), ranks_per_node=per_node, folders=folders, directory=script.directory), site
 

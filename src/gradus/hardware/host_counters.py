@@ -1,0 +1,113 @@
+"""Host counters: how busy the cores and the memory that this job may use are, and what its processes read and write."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradus.hardware.cgroup import cpu_quota, cpu_seconds_used, memory_left, memory_limit
+from gradus.hardware.detect import usable_cores
+from gradus.schema.device_sample import HostSample
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+# Of a line of /proc/stat after the name of the core: idle and waiting for a disk are not busy, and what guests take is
+# counted in user and nice already.
+_BUSY = (0, 1, 2, 5, 6, 7)
+
+
+@dataclass
+class _Used:
+    """By one process, so far."""
+
+    cpu_seconds: float
+    read_bytes: int | None
+    write_bytes: int | None
+
+
+class HostCounters:
+    """Read again and again: utilisation is what happened since the time before."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._before: tuple[float, float] | None = None  # when, and the busy seconds of the cores until then
+        self._processes: dict[int, _Used] = {}  # with those that have ended: what they used was used
+
+    def read(self, processes: Iterable[int] = ()) -> HostSample:
+        """Now. `processes` are the job's own."""
+        cores = usable_cores()
+        utilisation = self._utilisation(cores)
+        for pid in processes:
+            used = self._used_by(pid)
+            if used is not None:
+                self._processes[pid] = used
+        used_bytes, total_bytes = self._memory()
+        known = list(self._processes.values())
+        reads = [one.read_bytes for one in known if one.read_bytes is not None]
+        writes = [one.write_bytes for one in known if one.write_bytes is not None]
+        return HostSample(
+            cpu_utilisation=utilisation,
+            cores=cores,
+            load_1min=os.getloadavg()[0],
+            memory_used_bytes=used_bytes,
+            memory_total_bytes=total_bytes,
+            ranks_cpu_seconds=sum(one.cpu_seconds for one in known) if known else None,
+            read_bytes=sum(reads) if reads else None,
+            write_bytes=sum(writes) if writes else None,
+        )
+
+    def _utilisation(self, cores: int) -> float | None:
+        now, busy, before = time.monotonic(), self._busy_seconds(), self._before
+        if busy is None:
+            return None
+        self._before = (now, busy)
+        if before is None or now <= before[0]:
+            return None
+        return min(1.0, max(0.0, (busy - before[1]) / (cores * (now - before[0]))))
+
+    def _busy_seconds(self) -> float | None:
+        """Of the cores that this process may use; where it has only a share of them, what its group took."""
+        if cpu_quota() is not None and (used := cpu_seconds_used()) is not None:
+            return used
+        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in _text(self._proc / "stat").splitlines()]
+        counted = [[int(word) for word in words[1:]] for words in lines if words and words[0] in mine]
+        if not counted:
+            return None
+        return sum(sum(ticks[i] for i in _BUSY if i < len(ticks)) for ticks in counted) / _TICKS
+
+    def _memory(self) -> tuple[int | None, int | None]:
+        limit, left = memory_limit(), memory_left()
+        physical = _kib(_text(self._proc / "meminfo"))
+        total, available = physical.get("MemTotal"), physical.get("MemAvailable")
+        if limit is not None and left is not None and (total is None or limit < total):
+            return max(0, limit - left), limit
+        return (None if total is None or available is None else total - available), total
+
+    def _used_by(self, pid: int) -> _Used | None:
+        """None if it is gone."""
+        # The name, in brackets, may have spaces in it.
+        fields = _text(self._proc / str(pid) / "stat").rpartition(")")[2].split()
+        if len(fields) < 13:
+            return None
+        io = dict(line.split(": ", 1) for line in _text(self._proc / str(pid) / "io").splitlines() if ": " in line)
+        return _Used(
+            (int(fields[11]) + int(fields[12])) / _TICKS,
+            int(io["read_bytes"]) if "read_bytes" in io else None,
+            int(io["write_bytes"]) if "write_bytes" in io else None,
+        )
+
+
+def _kib(text: str) -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    pairs = [line.split() for line in text.splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs if len(words) >= 2 and words[1].isdigit()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
