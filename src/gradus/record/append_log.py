@@ -133,9 +133,14 @@ def read_lines(path: Path) -> LogLines:
 class LogTail:
     """Follows a file of JSON lines: each poll returns only the records added since the last one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = offset
+
+    @property
+    def offset(self) -> int:
+        """Up to which byte the file was read: where a later tail goes on."""
+        return self._offset
 
     def poll(self) -> list[dict[str, Any]]:
         try:

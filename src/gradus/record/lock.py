@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+from pathlib import Path
 from typing import TextIO
 
 from gradus.record.directory import RunDirectory
@@ -12,16 +13,24 @@ from gradus.schema.errors import InputError
 
 def locked(run: RunDirectory) -> TextIO:
     """Hold the run. The lock lasts as long as the file that is returned."""
-    file = (run.control / "lock").open("a")
+    return held(
+        run.control / "lock",
+        InputError(
+            f"{run.path}: the run is alive: another process holds it",
+            hint="wait for it or stop it",
+            found=str(run.path),
+        ),
+    )
+
+
+def held(path: Path, refusal: InputError) -> TextIO:
+    """Hold a file, or raise the refusal if another process does."""
+    file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise InputError(
-            f"{run.path}: the run is alive: another process holds it",
-            hint="wait for it or stop it",
-            found=str(run.path),
-        ) from None
+        raise refusal from None
     except OSError:
         pass  # a file system without locks: the age of the status is all there is to go by
     return file

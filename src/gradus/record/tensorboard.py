@@ -10,11 +10,11 @@ from typing import Any
 from gradus.record.append_log import LogTail, read_lines
 from gradus.record.directory import RunDirectory
 from gradus.record.problem import OnProblem, report_on_stderr
+from gradus.record.scalars import scalars
 from gradus.schema.errors import InputError
 
 # One fixed name, so that a second export replaces the first instead of doubling every point.
 _FILE_NAME = "events.out.tfevents.0.gradus"
-_NOT_SCALARS = {"step", "attempt", "evaluation"}
 
 
 def export_tensorboard(run: RunDirectory, target: Path | None = None) -> Path:
@@ -97,11 +97,7 @@ class TensorBoardExporter:
         if self._attempt is not None and attempt > self._attempt:
             self._forget_from(step)
         self._attempt = attempt
-        values = [
-            Summary.Value(tag=_tag(key), simple_value=value)
-            for key, value in record.items()
-            if key not in _NOT_SCALARS and isinstance(value, (int, float)) and not isinstance(value, bool)
-        ]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()]
         self._add(wall_time, step=step, summary=Summary(value=values))
 
     def _forget_from(self, step: int) -> None:
@@ -115,7 +111,3 @@ class TensorBoardExporter:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.write(Event(wall_time=wall_time, **content).SerializeToString())
-
-
-def _tag(key: str) -> str:
-    return f"validation/{key.removeprefix('validation_')}" if key.startswith("validation_") else f"train/{key}"

@@ -1,0 +1,85 @@
+"""Stragglers: one rank that needs longer for its own part of a step, while all others wait for it."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from gradus.diagnosis.evidence import Evidence
+from gradus.diagnosis.finding import Finding
+from gradus.diagnosis.rules.pipeline import stage_of
+
+# As for the warning while a run goes on (faults/stragglers.py, where the measurements are).
+SLOW = 1.5
+LEAST_SHARE = 0.1  # of a step
+LASTING = 0.6  # of the time: one slow moment is no straggler
+
+
+def straggler(evidence: Evidence) -> list[Finding]:
+    step, own = evidence.step_seconds, evidence.own_seconds
+    if not step or len(own) < 2:
+        return []
+    found = []
+    for rank, seconds in own.items():
+        others = [other for other in own if other != rank and _same_work(evidence, rank, other)]
+        if not others:
+            continue
+        usual = median(own[other] for other in others)
+        if seconds < SLOW * usual or seconds - usual < LEAST_SHARE * step or not _lasts(evidence, rank, usual):
+            continue
+        found.append(_finding(evidence, rank, others, usual))
+    # With two ranks there is one other, and with many the slowest decides for all.
+    return sorted(found, key=lambda one: -(one.gain_at_most or 0))[:1]
+
+
+def _same_work(evidence: Evidence, rank: int, other: int) -> bool:
+    plan = evidence.plan
+    return plan is None or plan.mesh.pipeline == 1 or stage_of(plan, rank) == stage_of(plan, other)
+
+
+def _lasts(evidence: Evidence, rank: int, usual: float) -> bool:
+    own = [one.own_seconds for one in evidence.steady if one.rank == rank and one.own_seconds is not None]
+    return sum(seconds >= (1 + SLOW) / 2 * usual for seconds in own) >= LASTING * len(own)
+
+
+def _finding(evidence: Evidence, rank: int, others: list[int], usual: float) -> Finding:
+    assert evidence.step_seconds is not None
+    own = evidence.own_seconds[rank]
+    node = next(one.node for one in evidence.steady if one.rank == rank)
+    data = evidence.by_rank("data")
+    by_data = data[rank] - median(data[other] for other in others)
+    why = "loading its data" if by_data >= (own - usual) / 2 else "computing"
+    facts: dict[str, Any] = {
+        "rank": rank,
+        "node": node,
+        "own_seconds": own,
+        "others_own_seconds": usual,
+        "ratio": round(own / usual, 2) if usual > 0 else None,
+        "step_seconds": evidence.step_seconds,
+        "why": why,
+    }
+    brakes = sorted(
+        {b for s in evidence.device_samples if s.node == node for g in s.gpus or () for b in g.throttle or ()}
+    )
+    if brakes:
+        facts["gpu_clock_held_down_by"] = brakes
+    change = f"leave the node out: gradus submit --resume {_name(evidence)} --exclude {node}"
+    if why == "loading its data":
+        change = f"look at how rank {rank} loads: its part of the data, its disk (gradus preflight); or {change}"
+    elif len({one.node for one in evidence.steady}) == 1:
+        change = f"look at what else runs on the cores or the GPU of rank {rank}, or what your code does on it alone"
+    return Finding(
+        "straggler",
+        f"rank {rank} on {node} needs {own / max(usual, 1e-9):.1f} times as long as the others for {why}; they wait",
+        facts,
+        change,
+        min(1.0, (own - usual) / evidence.step_seconds),
+        evidence.confidence,
+    )
+
+
+def _name(evidence: Evidence) -> str:
+    return f"{evidence.run.name}/{evidence.run.id}" if evidence.run else "RUN"
+
+
+RULES = (straggler,)
