@@ -5,24 +5,28 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from collections.abc import Mapping
+from typing import Any
 
+import torch
+
+from gradus.bench.as_rank import main, say
 from gradus.bench.collectives import DTYPES, table
 from gradus.parallel.world import connected, store_from_environment
 from gradus.training.device import rank_device
 
-if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
+
+def measure(asked: Mapping[str, Any]) -> None:
     rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    device = rank_device(local_rank)
+    device = torch.device("cpu") if asked["backend"] == "gloo" else rank_device(local_rank)
     with connected(rank, local_rank, size, device, store_from_environment()):
         if rank == 0:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            print(json.dumps({"device": device.type, "backend": backend}), flush=True)
+            say(device=device.type, backend="nccl" if device.type == "cuda" else "gloo")
         for row in table(asked["operations"], asked["sizes"], DTYPES[asked["dtype"]], device):
             if rank == 0:
-                print(json.dumps({"row": row.document()}), flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # without tearing torch down, whose threads now and then abort
+                say(row=row.document())
+
+
+if __name__ == "__main__":
+    main(measure)

@@ -1,24 +1,20 @@
-"""Starting the benchmark of collectives: on this machine, or on the nodes of the allocation that this is in."""
+"""Starting the benchmark of collectives: on this machine, on the nodes of the allocation that this is in, or on the
+processes that srun or mpirun has started; and what comes out of it."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradus.bench.ranks import said_by_ranks
+from gradus.bench.result import BenchResult, bench_environment
 from gradus.hardware.detect import detect_machine
-from gradus.launcher.slurm.description import rendezvous_port
-from gradus.launcher.slurm.script import node_tasks
 from gradus.launcher.slurm.step import other_nodes
-from gradus.launcher.torchrun import LOOPBACK, Meeting, free_port, torchrun_command
-from gradus.schema.errors import GradusError, InputError
+from gradus.record.chart import Chart, Series
+from gradus.schema.errors import InputError
 
 _RANK_MODULE = "gradus.bench.collectives_rank"
-_LAST_WORDS = 12
 
 
 @dataclass(frozen=True)
@@ -26,6 +22,7 @@ class Asked:
     operations: tuple[str, ...]
     sizes: tuple[int, ...]
     dtype: str
+    backend: str | None = None  # None: NCCL between GPUs, else gloo
 
 
 def doubling(smallest: int, largest: int, factor: int = 4) -> tuple[int, ...]:
@@ -44,55 +41,51 @@ def doubling(smallest: int, largest: int, factor: int = 4) -> tuple[int, ...]:
 
 
 def collectives(asked: Asked, nproc: int | None) -> Iterator[dict[str, Any]]:
-    """What rank 0 says, line by line: first on what, then the rows."""
-    process = subprocess.Popen(
-        _command(asked, nproc),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+    """What rank 0 says, line by line: first on what, then the rows. In a process that only takes part, nothing."""
+    if asked.backend == "mpi":
+        from gradus.bench.collectives_mpi import said_by_mpi
+
+        return said_by_mpi(asked.operations, asked.sizes, asked.dtype)
+    gpus = len(detect_machine().gpus)
+    if asked.backend == "nccl" and not gpus and other_nodes() is None:
+        raise InputError(
+            "--backend: found nccl, but there is no GPU here",
+            hint="--backend gloo",
+            field="--backend",
+            found="nccl",
+            allowed="gloo",
+        )
+    alone = other_nodes() is None
+    return said_by_ranks(_RANK_MODULE, asdict(asked), nproc or (max(2, gpus) if alone and gpus < 2 else None))
+
+
+def result_of(asked: Asked, place: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> BenchResult:
+    by_operation = {operation: [row for row in rows if row["operation"] == operation] for operation in asked.operations}
+
+    def series(key: str, factor: float = 1.0) -> tuple[Series, ...]:
+        return tuple(
+            Series(name, [float(row["bytes"]) for row in found], [factor * row[key] for row in found])
+            for name, found in by_operation.items()
+            if found
+        )
+
+    ranks = rows[0]["ranks"]
+    where = f"{ranks} ranks, {place.get('backend')} on {place.get('device')}"
+    charts = (
+        Chart("Bus bandwidth", "size, bytes", "GB/s", series("bus_gb_per_second"), log_x=True, points=True),
+        Chart("Latency", "size, bytes", "µs", series("seconds", 1e6), log_x=True, log_y=True, points=True),
     )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
-        for line in process.stdout:
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict):
-                yield found
-        words = process.stderr.read().strip().splitlines()
-        if process.wait():
-            raise GradusError(
-                f"the ranks left with exit code {process.returncode}", output="\n".join(words[-_LAST_WORDS:])
-            )
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-
-
-def _command(asked: Asked, nproc: int | None) -> list[str]:
-    program = ["--module", _RANK_MODULE, json.dumps(asdict(asked))]
-    nodes = other_nodes()
-    if nodes is None:
-        ranks = nproc or len(detect_machine().gpus) or 2
-        return torchrun_command(ranks, Meeting(free_port(), LOOPBACK), program)
-    ranks = nproc or nodes.gpus_per_node or 1
-    port = rendezvous_port(nodes.job_id, os.getpid())
-    task = [sys.executable, "-m", "gradus.bench.collectives_start", str(ranks), nodes.address(), str(port), *program]
-    return ["srun", "--overlap", *node_tasks(len(nodes.nodes)), *task]
-
-
-def _as_a_task(arguments: Sequence[str]) -> None:
-    """On one node of a step: become its torchrun."""
-    ranks, address, port, *program = arguments
-    nodes, node = int(os.environ["SLURM_STEP_NUM_NODES"]), int(os.environ["SLURM_NODEID"])
-    command = torchrun_command(int(ranks), Meeting(int(port), address, nodes, node), program)
-    os.execv(command[0], command)
-
-
-if __name__ == "__main__":
-    _as_a_task(sys.argv[1:])
+    best = {
+        f"{name} bus_gb_per_second": max(row["bus_gb_per_second"] for row in found)
+        for name, found in by_operation.items()
+        if found
+    }
+    return BenchResult(
+        "collectives",
+        f"Collectives, {where}",
+        {**asdict(asked), **place, "ranks": ranks},
+        [dict(row) for row in rows],
+        {**best, "wrong": sum(row["wrong"] for row in rows)},
+        charts,
+        bench_environment(),
+    )

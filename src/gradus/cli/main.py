@@ -11,7 +11,7 @@ from gradus.cli.bench import app as bench_app
 from gradus.cli.checkpoint import app as checkpoint_app
 from gradus.cli.cluster import app as cluster_app
 from gradus.cli.data import app as data_app
-from gradus.cli.options import JsonOption, RunsOption, SetOption
+from gradus.cli.options import JsonOption, ProfileOption, RunsOption, SetOption
 from gradus.cli.output import print_error, print_json, run_command
 from gradus.schema.errors import EXIT_BAD_INPUT, EXIT_FAILED
 
@@ -69,6 +69,7 @@ def train(
     accept_changed_data: Annotated[
         bool, typer.Option("--accept-changed-data", help="With --resume: go on, though the data is not what it was.")
     ] = False,
+    profile: ProfileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Train a recipe here, or run a script that expects torchrun: gradus train [OPTIONS] -- script.py ARGS."""
@@ -90,6 +91,7 @@ def train(
         json,
         accept_changed_data=accept_changed_data,
         retries=retries,
+        profile=profile,
     )
     raise typer.Exit(run_command(lambda: train_command(options), json))
 
@@ -142,6 +144,7 @@ def submit(
     accept_changed_data: Annotated[
         bool, typer.Option("--accept-changed-data", help="With --resume: go on, though the data is not what it was.")
     ] = False,
+    profile: ProfileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Train a recipe as a job of Slurm, or any script: gradus submit [OPTIONS] -- script.py ARGS."""
@@ -176,6 +179,7 @@ def submit(
         preflight=preflight,
         retries=retries,
         accept_changed_data=accept_changed_data,
+        profile=profile,
         dry_run=dry_run,
         wait=wait,
         as_json=json,
@@ -248,7 +252,12 @@ def runs_(
         typer.Argument(metavar="[RUN | stop|cancel|release|logs|why RUN]", help="A path, an id or a name."),
     ] = None,
     runs: RunsOption = "runs",
-    export: Annotated[str | None, typer.Option("--export", help="Write the metrics for: tensorboard.")] = None,
+    export: Annotated[
+        str | None, typer.Option("--export", help="Write the metrics for: tensorboard, mlflow, wandb, prometheus.")
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="WHERE", help="With --export: a folder, a file or an URI.")
+    ] = None,
     now: Annotated[bool, typer.Option("--now", help="With stop or cancel: end it at once, without a save.")] = False,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="With logs: what this rank printed.")] = None,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="With logs: of an earlier attempt.")] = None,
@@ -259,24 +268,129 @@ def runs_(
     """List runs, show one; stop it (saved), cancel it, release it, see its logs, or ask why it is as it is."""
     from gradus.cli.runs import RunsOptions, runs_command
 
-    options = RunsOptions(tuple(words or ()), runs, export, now, rank, attempt, lines, follow, json)
+    options = RunsOptions(tuple(words or ()), runs, export, to, now, rank, attempt, lines, follow, json)
     raise typer.Exit(run_command(lambda: runs_command(options), json))
 
 
 @app.command()
 def watch(
-    run: Annotated[str, typer.Argument(help="A path, an id or a name.")],
+    run: Annotated[
+        str | None, typer.Argument(help="A path, an id or a name. With --web it may be left out: all runs.")
+    ] = None,
     runs: RunsOption = "runs",
     once: Annotated[bool, typer.Option("--once", help="Show how it is now, and leave.")] = False,
     every: Annotated[
         float | None, typer.Option("--every", metavar="SECONDS", help="Look so often. Default: 2, elsewhere 10.")
     ] = None,
+    web: Annotated[bool, typer.Option("--web", help="Serve live pages for a browser, and metrics.")] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="With --web: where. Default: a free one.")] = 0,
+    bind: Annotated[str, typer.Option("--bind", help="With --web: on which address.")] = "127.0.0.1",
+    token_file: Annotated[
+        str | None, typer.Option("--token-file", metavar="FILE", help="With --web: a token that stays the same.")
+    ] = None,
+    textfile: Annotated[
+        str | None, typer.Option("--textfile", metavar="FOLDER", help="With --web: also metrics for node-exporter.")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option("--export", help="Send metrics as they come to: tensorboard, mlflow, wandb.")
+    ] = None,
+    to: Annotated[str | None, typer.Option("--to", metavar="WHERE", help="With --export: a folder or an URI.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Show a run as it goes on, local or on a cluster, until it is over. Ctrl-C leaves the run alone."""
-    from gradus.cli.watch import watch_command
+    from gradus.cli.watch_options import WatchOptions, watch_as_told
 
-    raise typer.Exit(run_command(lambda: watch_command(run, runs, once=once, every=every, as_json=json), json))
+    options = WatchOptions(run, runs, once, every, web, port, bind, token_file, textfile, export, to, json)
+    raise typer.Exit(run_command(lambda: watch_as_told(options), json))
+
+
+@app.command()
+def explain(
+    target: Annotated[str, typer.Argument(metavar="RUN|TRACE", help="A path, an id or a name; or a trace file.")],
+    runs: RunsOption = "runs",
+    json: JsonOption = False,
+) -> None:
+    """Say what slowed a run down or ended it: verdict, evidence, the exact change, and what that could gain."""
+    from gradus.cli.explain import explain_command
+
+    raise typer.Exit(run_command(lambda: explain_command(target, runs, json), json))
+
+
+@app.command()
+def report(
+    targets: Annotated[
+        list[str], typer.Argument(metavar="RUN|RESULT", help="A path, an id or a name; or a benchmark's JSON file.")
+    ],
+    compare: Annotated[
+        list[str], typer.Option("--compare", metavar="RUN", help="Beside these runs; the first one is the baseline.")
+    ] = [],  # noqa: B006
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Where to. Default: report.html in the run.")
+    ] = None,
+    runs: RunsOption = "runs",
+    json: JsonOption = False,
+) -> None:
+    """Write a page about a run that opens offline: findings, curves, where time and memory went, how to repeat it."""
+    from gradus.cli.report import ReportOptions, report_command
+
+    options = ReportOptions(tuple(targets), tuple(compare), out, runs, json)
+    raise typer.Exit(run_command(lambda: report_command(options), json))
+
+
+@app.command()
+def tune(
+    recipe: Annotated[str, typer.Argument(help="A recipe.yaml. It is read, never written.")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="A cluster that this machine is a node of. Default: this machine.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Ranks on this machine. Default: the GPUs, else 1.")
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", min=0.1, help="Begin no new knob after so long.")] = 10.0,
+    knobs: Annotated[
+        str | None,
+        typer.Option(
+            "--knobs",
+            help="Try only these, separated by commas: workers, micro_batch, recompute, compile, channels_last, "
+            "bucket, precision.",
+        ),
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write the whole plan with reasons.")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Trials that decide, of each side, in turns.")] = 3,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Of timed steps in each trial.")] = 3.0,
+    trial_seconds: Annotated[
+        float, typer.Option("--trial-seconds", min=1, help="A trial that takes longer is ended.")
+    ] = 300.0,
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", min=0.01, help="On a CPU: what a rank may take. Default: most.")
+    ] = None,
+    findings: Annotated[
+        bool, typer.Option("--findings/--no-findings", help="Begin with what gradus explain finds in a short run.")
+    ] = True,
+    set_: SetOption = [],  # noqa: B006
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Also write a page.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Measure the knobs of a recipe's plan here, keep what helps, and show each step with its gain."""
+    from gradus.cli.tune import TuneOptions, tune_command
+
+    options = TuneOptions(
+        recipe,
+        cluster,
+        nproc,
+        minutes,
+        tuple(set_),
+        knobs,
+        out,
+        repeats,
+        seconds,
+        trial_seconds,
+        memory_gib,
+        findings,
+        html,
+        json,
+    )
+    raise typer.Exit(run_command(lambda: tune_command(options), json))
 
 
 @app.command()

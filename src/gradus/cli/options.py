@@ -9,3 +9,11 @@ import typer
 SetOption = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change any key of the recipe.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 RunsOption = Annotated[str, typer.Option("--runs", metavar="FOLDER", help="Where run directories are.")]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="steps=5",
+        help="Record a trace of some steps: steps=5,from=10,ranks=0,stacks,memory.",
+    ),
+]

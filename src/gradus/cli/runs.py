@@ -22,6 +22,7 @@ from gradus.launcher.slurm.stopping import cancel as slurm_cancel
 from gradus.launcher.slurm.stopping import release as slurm_release
 from gradus.launcher.slurm.stopping import stop as slurm_stop
 from gradus.launcher.story import local_state, story_of
+from gradus.record.costs import costs_of
 from gradus.record.directory import RunDirectory, find_runs
 from gradus.record.events import read_events
 from gradus.record.format import number_text
@@ -29,8 +30,7 @@ from gradus.record.metrics import read_metrics
 from gradus.record.status import read_status, shown_state, writer_is_gone
 from gradus.record.stop import request_stop
 from gradus.record.summary import summary_text
-from gradus.record.tensorboard import export_tensorboard
-from gradus.schema.errors import InputError, nearest, unknown_name
+from gradus.schema.errors import InputError, nearest
 
 _SHOWN_EVENTS = 12
 _LOCAL_GRACE_SECONDS = 120.0  # as much as the job of a scheduler has by default to save
@@ -43,6 +43,7 @@ class RunsOptions:
     words: tuple[str, ...] = ()
     runs: str = "runs"
     export: str | None = None
+    to: str | None = None
     now: bool = False
     rank: int | None = None
     attempt: int | None = None
@@ -56,18 +57,13 @@ def runs_command(options: RunsOptions) -> int:
     if len(words) > 1:
         return _verb(words, options)
     _refuse_without_a_verb(options)
-    run = words[0] if words else None
-    export, as_json = options.export, options.as_json
-    if export is not None and export != "tensorboard":
-        raise unknown_name("exporter", export, ["tensorboard"], field="--export")
-    if run is None and export is not None:
-        raise InputError(
-            "RUN: missing, and --export needs it",
-            hint=f"gradus runs RUN --export {export}",
-            field="RUN",
-            found="nothing",
-            allowed="a path, an id or a name",
-        )
+    run, as_json = words[0] if words else None, options.as_json
+    if options.export is not None:
+        from gradus.cli.export import export_command
+
+        return export_command(run, options.runs, options.export, options.to, as_json)
+    if options.to is not None:
+        raise InputError("--to: found it without --export", field="--to", found=options.to, allowed="with --export")
     if run is None:
         documents = _documents(find_runs(runs))
         if as_json:
@@ -76,12 +72,9 @@ def runs_command(options: RunsOptions) -> int:
             _print_table(documents, options.runs)
         return 0
     directory = RunDirectory.open(run, runs)
-    if export is not None:
-        folder = export_tensorboard(directory)
-        print_json({"run": str(directory.path), "folder": str(folder)}) if as_json else print(folder)
-        return 0
     if as_json:
         [document] = _documents([directory])
+        document |= costs_of(directory).document()
         print_json({**document, "events": read_events(directory), "metrics": read_metrics(directory)})
     else:
         _print_run(directory)
@@ -322,6 +315,7 @@ def _print_run(run: RunDirectory) -> None:
         print(f"command: {document['command']}")
     print()
     print(summary_text(run))
+    print("\n" + "\n".join(costs_of(run).lines()))
     events = read_events(run)
     if events:
         print("\nlast events")

@@ -25,6 +25,7 @@ from gradus.launcher.slurm.waiting import wait_for
 from gradus.record.directory import RunDirectory
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
+from gradus.schema.profile_request import ProfileRequest
 from gradus.schema.recipe import Recipe
 
 _INTERRUPTED = 130  # as shells have it, after Ctrl-C
@@ -50,6 +51,7 @@ class SubmitOptions:
     preflight: bool = False
     retries: int = 3
     accept_changed_data: bool = False
+    profile: str | None = None
     dry_run: bool = False
     wait: bool = False
     as_json: bool = False
@@ -125,6 +127,7 @@ def _wish(options: SubmitOptions) -> Wish:
         preflight=options.preflight,
         retries=options.retries,
         accept_changed_data=options.accept_changed_data,
+        profile=ProfileRequest.parse(options.profile) if options.profile is not None else None,
         dry_run=options.dry_run,
     )
 

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -20,6 +21,7 @@ from gradus.cli.given_work import (
 from gradus.cli.output import print_json
 from gradus.cli.run_report import exit_code, report_recipe, report_script, run_document, told_of_failure
 from gradus.launcher.attempt import Launch, deadline_in
+from gradus.launcher.device_sampler import DeviceSampler, with_descendants
 from gradus.launcher.dry_run import finish_dry_run, remove_dry_run
 from gradus.launcher.ending import Departure, note_failure, result_of
 from gradus.launcher.following import POLL_SECONDS, following
@@ -37,6 +39,7 @@ from gradus.launcher.torchrun import torch_variables
 from gradus.record.polling import Polling
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import GradusError, InputError
+from gradus.schema.profile_request import ProfileRequest
 from gradus.schema.recipe import Recipe
 
 
@@ -59,6 +62,7 @@ class TrainOptions:
     as_json: bool = False
     accept_changed_data: bool = False
     retries: int = 0
+    profile: str | None = None
     gathering: Gathering | None = None  # of processes that were started together, which this one leads
 
     @property
@@ -71,6 +75,7 @@ class TrainOptions:
         line += ["--time", self.time] if self.time is not None else []
         line += ["--retries", str(self.retries)] if self.retries else []
         line += ["--accept-changed-data"] if self.accept_changed_data else []
+        line += ["--profile", self.profile] if self.profile is not None else []
         line += ["--runs", self.runs] if self.runs != "runs" else []
         return [*line, *(["--", *self.command] if self.command is not None else [])]
 
@@ -120,8 +125,21 @@ def _train(options: TrainOptions) -> int:
     return _train_recipe(options)
 
 
+def _profile(options: TrainOptions) -> ProfileRequest | None:
+    request = ProfileRequest.parse(options.profile) if options.profile is not None else None
+    if request is not None and options.dry_run:
+        raise InputError(
+            "--profile: found it together with --dry-run, which makes one step and keeps nothing",
+            hint="leave one of them out",
+            field="--profile",
+            found=options.profile,
+        )
+    return request
+
+
 def _train_script(options: TrainOptions) -> int:
     _refuse_recipe_options(options)
+    profile = _profile(options)
     script = given_script(options.command, options.resume, Path(options.runs))
     nproc, cluster = _shape(options)
     nproc = nproc or (script.ranks if options.command is None else None)
@@ -136,6 +154,7 @@ def _train_script(options: TrainOptions) -> int:
         run_id=options.run_id,
         resume=options.resume,
         accept_changed_data=options.accept_changed_data,
+        profile=profile,
     )
     launch = replace(launch, deadline=deadline)
     result = _launched(launch, options, sys.stderr if options.as_json else sys.stdout)
@@ -162,7 +181,7 @@ def _refuse_recipe_options(options: TrainOptions) -> None:
 
 
 def _train_recipe(options: TrainOptions) -> int:
-    runs = Path(options.runs)
+    runs, profile = Path(options.runs), _profile(options)
     recipe = given_recipe("train", options.recipe, options.overrides, options.resume, runs)
     if options.debug and options.nproc not in (None, 1):
         raise InputError(
@@ -192,6 +211,7 @@ def _train_recipe(options: TrainOptions) -> int:
         resume=options.resume,
         dry_run=options.dry_run,
         accept_changed_data=options.accept_changed_data,
+        profile=profile,
     )
     try:
         launch = replace(launch, deadline=deadline)
@@ -224,7 +244,8 @@ def _debug(launch: Launch, as_json: bool) -> Result:
     # With --json, stdout is for the one document: what the user's own code prints goes elsewhere.
     stdout = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     try:
-        with following(launch, plain=True) as followed, Polling(followed.poll, POLL_SECONDS), stdout:
+        devices = DeviceSampler(launch.run, launch.attempt, 1, partial(with_descendants, os.getpid()))
+        with devices, following(launch, plain=True) as followed, Polling(followed.poll, POLL_SECONDS), stdout:
             followed.signals.raises = True
             debug_rank(launch.run, launch.attempt)
     except BaseException as error:

@@ -1,0 +1,67 @@
+"""`gradus bench loader`: how many workers a recipe's data needs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, numbers_of, progress
+from gradus.cli.options import JsonOption, SetOption
+from gradus.cli.output import run_command
+
+if TYPE_CHECKING:
+    from gradus.bench.result import BenchResult
+
+
+def loader(
+    recipe: Annotated[str, typer.Argument(help="A recipe.yaml, whose data is loaded.")],
+    workers: Annotated[str, typer.Option("--workers", metavar="0,2,4,8", help="Numbers to try.")] = "0,2,4,8",
+    batch: Annotated[
+        str | None, typer.Option("--batch", metavar="32,64", help="Micro-batches. Default: around the plan's.")
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.01, help="For each measurement.")] = 2.0,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measure all so often, in turn.")] = 3,
+    set_: SetOption = [],  # noqa: B006
+    html: HtmlOption = None,
+    save: SaveOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Load a recipe's data with 0, 2, 4, 8 workers and several batches, as long as more workers help."""
+
+    def measure() -> int:
+        from gradus.cli.given_work import given_recipe
+
+        check_html(html)
+        counts = numbers_of(workers, "--workers")
+        sizes = numbers_of(batch, "--batch", least=1) if batch else None
+        loaded = given_recipe("bench loader", recipe, set_, None, Path("runs"))
+        from gradus.bench.loader import bench_loader
+
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no part of our document
+            result = bench_loader(loaded, counts, sizes, seconds=seconds, rounds=rounds, say=progress)
+        if not json:
+            print_loader(result)
+        return finish(result, json, html, save)
+
+    raise typer.Exit(run_command(measure, json))
+
+
+def print_loader(result: BenchResult) -> None:
+    print(f"{result.title}: {result.settings['data']}, {result.settings['cores']} cores; measured here")
+    print(f"{'micro-batch':>12}{'workers':>9}{'samples/s':>12}{'spread':>9}{'first batch, s':>16}")
+    for row in result.rows:
+        if row["samples_per_second"] is None:
+            print(f"{row['micro_batch']:>12}{row['workers']:>9}{'left out: fewer are as fast':>37}")
+            continue
+        spread = "" if row["spread"] is None else f"±{row['spread'] / 2:.0%}"
+        print(
+            f"{row['micro_batch']:>12}{row['workers']:>9}{row['samples_per_second']:>12,.0f}{spread:>9}"
+            f"{row['first_batch_seconds']:>16.2f}"
+        )
+    found = result.summary
+    print(f"best: plan.workers={found['best_workers']} with micro-batches of {found['micro_batch']}")
+    print(f"a run would use {found['plan_workers']} ({found['plan_workers_reason']})")

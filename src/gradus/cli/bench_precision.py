@@ -1,0 +1,81 @@
+"""`gradus bench precision`: the same training in each number format."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import typer
+
+from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, progress
+from gradus.cli.bench_table import decimal, print_table, rate, share, size, times
+from gradus.cli.options import JsonOption, SetOption
+from gradus.cli.output import run_command
+from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, unknown_name
+
+RecipeArgument = Annotated[str | None, typer.Argument(help="A recipe.yaml; or give --model.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="A name that gradus models lists, on made-up data.")]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Samples in a step. Default: the recipe's.")
+]
+NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks here. Default: the GPUs, else 1.")]
+LimitOption = Annotated[float, typer.Option("--trial-seconds", min=1, help="A trial that takes longer is ended.")]
+
+
+def precision(
+    recipe: RecipeArgument = None,
+    model: ModelOption = None,
+    precisions: Annotated[
+        str, typer.Option("--precision", help="Which, separated by commas.")
+    ] = "fp32,tf32,fp16,bf16,fp8",
+    steps: Annotated[int, typer.Option("--steps", min=4, help="Timed steps of each trial.")] = 30,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Trials of each precision, in turns.")] = 3,
+    batch_size: BatchOption = None,
+    nproc: NprocOption = None,
+    limit: LimitOption = 300.0,
+    set_: SetOption = [],  # noqa: B006
+    html: HtmlOption = None,
+    save: SaveOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Compare fp32, tf32, fp16, bf16 and fp8: speed, memory, and the loss with the same seed and samples."""
+
+    def measure() -> int:
+        from gradus.bench.precision import PRECISIONS
+        from gradus.bench.precision import precision as measured
+        from gradus.bench.tried_recipe import given, plan_here
+        from gradus.schema.plan import Precision
+
+        check_html(html)
+        names = [name.strip() for name in precisions.split(",")]
+        for name in names:
+            if name not in PRECISIONS:
+                raise unknown_name("precision", name, PRECISIONS, field="--precision")
+        found = given(recipe, model, set_, batch=batch_size)
+        choice, cluster = plan_here(found, nproc)
+        wanted = cast("list[Precision]", names)
+        result = measured(
+            found, choice.plan, cluster, wanted, steps=steps, repeats=repeats, say=progress, limit_seconds=limit
+        )
+        if not json:
+            print(f"{result.title}; batch {found.batch}, {repeats} trials of {steps} steps, in turns; measured here")
+            header = ("precision", "speed", "±", "over first", "memory", "over first", "loss", "gap")
+            rows = [
+                (
+                    row["precision"],
+                    rate(row["samples_per_second"]),
+                    share(row["spread"]),
+                    times(row["speed_up"]),
+                    size(row["memory_bytes"]),
+                    times(row["memory_ratio"]),
+                    decimal(row["loss"]),
+                    share(row["loss_gap"], 2),
+                )
+                for row in result.rows
+            ]
+            print_table(header, rows)
+            for note in result.notes:
+                print(note)
+        nothing = all(row["state"] != "measured" for row in result.rows)
+        return finish(result, json, html, save, exit_code=EXIT_FAILED if nothing else EXIT_FINISHED)
+
+    raise typer.Exit(run_command(measure, json))
