@@ -5,16 +5,16 @@ INSTALLED := .venv/.installed
 # Two processes, each with whole files of tests: most tests keep one core busy, and wait for much of their time.
 TWO_AT_ONCE := -n 2 --dist loadfile
 
-.PHONY: run test test-slow slurm-lab lint install browser slurm clean
+.PHONY: run test test-slow slurm-lab lint install browser prometheus slurm clean
 
 run: install
 	$(BIN)/gradus train recipes/quickstart.yaml $$($(BIN)/python -c "from gradus import Cluster; \
 	  here = Cluster.detect(); print('' if here.gpus_per_node else f'--nproc {min(2, here.cpu_cores)}')")
 
-test: install browser slurm
+test: install browser prometheus slurm
 	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow"
 
-test-slow: install browser slurm
+test-slow: install browser prometheus slurm
 	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m slow
 
 # A shell in a Slurm cluster of its own, which is gone when the shell ends.
@@ -40,6 +40,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 browser:
 	@command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || \
 	  { apt-get update -qq && apt-get install -y -qq chromium-headless-shell; }
+
+# A real Prometheus for the tests of what it is told. Without root, those tests are skipped.
+prometheus:
+	@tests/install_prometheus.sh
 
 # A real Slurm for the tests of the scheduler. Without root, those tests are skipped.
 slurm:

@@ -31,9 +31,10 @@ KNOWS: dict[str, set[str]] = {
     # Of checkpoint, what needs no torch; of data, whether a recipe asks for other samples than the run began with.
     "launcher": {"record", "hardware", "data", "planner", "faults", "checkpoint"},
     "bench": {"record", "hardware", "models", "data", "parallel", "checkpoint", "planner", "faults", "training"}
-    | {"launcher"},
+    | {"launcher", "diagnosis"},
+    "diagnosis": {"record", "hardware", "planner", "launcher", "checkpoint"},  # reads what runs have left
     "cli": {"record", "hardware", "models", "data", "parallel", "checkpoint", "planner", "faults", "training"}
-    | {"launcher", "bench"},
+    | {"launcher", "bench", "diagnosis"},
 }
 # The few ways up, each inside a function: a cluster knows how to find itself, and what its names stand for; a profile
 # traces the model, loss and data that training would build; a result builds its model and data, which needs torch,
