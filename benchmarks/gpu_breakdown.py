@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_breakdown.py --out FOLDER            # on a GPU
     python benchmarks/gpu_breakdown.py --out FOLDER --small    # a quick check that it runs, on any machine
+    python benchmarks/gpu_breakdown.py --out FOLDER --only energy sums
 
 1. cost: GPT-2 124M compiled and eager, the measuring taken out and put back in turn, as in `step_breakdown.py`;
 2. sums: of steps measured in detail, the distance of the events beside the wall-clock time of the step;
@@ -168,6 +169,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
+    parts = ("costs", "sums", "planted", "energy")
+    parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
@@ -178,21 +181,29 @@ def main() -> None:
         (given.out / "gpu_breakdown.json").write_text(json.dumps(document, indent=1))
         return value
 
+    print(f"{name}, torch {torch.__version__}", flush=True)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        found = costs(given.small, folder)
-        keep("costs", [asdict(one) for one in found])
-        added = keep("sums", sums(given.small, folder))
-        rows = keep("planted", planted(given.small, folder))
-        used = keep("energy", energy(given.small, folder))
+        if "costs" in given.only:
+            found = costs(given.small, folder)
+            keep("costs", [asdict(one) for one in found])
+            print(f"\n{table(found)}\n", flush=True)
+        if "sums" in given.only:
+            added = keep("sums", sums(given.small, folder))
+            print("events beside the wall clock: " + ", ".join(f"{key} {value:.4g}" for key, value in added.items()))
+        if "planted" in given.only:
+            show_planted(keep("planted", planted(given.small, folder)))
+        if "energy" in given.only:
+            print("\n" + "\n".join(keep("energy", energy(given.small, folder))["lines"]))
 
-    print(f"\n{name}, torch {torch.__version__}\n\n{table(found)}\n")
-    print("events beside the wall clock: " + ", ".join(f"{key} {value:.4g}" for key, value in added.items()) + "\n")
+
+def show_planted(rows: list[dict[str, Any]]) -> None:
+    """Without saving and evaluating, which in runs of a few steps are most of the time."""
     kinds = ("data", "host_to_device", "forward", "backward", "optimizer", "other")
-    print(f"| planted | step, ms | {' | '.join(kinds)} |\n|---|---|{'---|' * len(kinds)}")
+    print(f"\n| planted | training, ms | {' | '.join(kinds)} |\n|---|---|{'---|' * len(kinds)}")
     for row in rows:
-        print(f"| {row['case']} | {row['step_ms']:.2f} | {' | '.join(f'{row[kind]:.2f}' for kind in kinds)} |")
-    print("\n" + "\n".join(used["lines"]))
+        trained = row["step_ms"] - row["checkpoint"] - row["evaluation"]
+        print(f"| {row['case']} | {trained:.2f} | {' | '.join(f'{row[kind]:.2f}' for kind in kinds)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ def main() -> int:
         first = wrong["findings"][0]["id"] if wrong["findings"] else None
         good = first == case.finding and not clean["findings"] and "error" not in clean
         rows.append({"case": case.name, "expected": case.finding, "good": good, "wrong": wrong, "clean": clean})
-        print(f"{case.name}: {said_of(wrong)}", file=sys.stderr, flush=True)
-    (out / "gpu_explain.json").write_text(json.dumps(rows, indent=1))
+        (out / "gpu_explain.json").write_text(json.dumps(rows, indent=1))
+        print(f"{case.name}: {said_of(wrong)}; mended: {said_of(clean)}", file=sys.stderr, flush=True)
     print("| planted | first finding should be | found, with gain at most | found in the clean twin | |")
     print("|---|---|---|---|---|")
     for row in rows:

@@ -276,9 +276,9 @@ def main() -> None:
             (asked.out / f"tune-{part}.json").write_text(json.dumps(result.document(), indent=1, default=str))
             notes = [f"- {note}" for note in result.notes]
             written += [*lines, "", *notes, f"({time.monotonic() - start:.0f} s)", ""]
-    text = "\n".join([f"# Measured on {_device()}", "", *written])
-    (asked.out / "gpu_tune.md").write_text(text + "\n")
-    print(text)
+            text = "\n".join([f"# Measured on {_device()}", "", *written])
+            (asked.out / "gpu_tune.md").write_text(text + "\n")  # as far as it is: the machine may be gone any time
+    print("\n".join(written))
 
 
 def _device() -> Any:

@@ -80,6 +80,13 @@ def test_tiny_kernels_in_a_trace(tmp_path):
     assert kernels.small_kernels(with_traces(run, traced())) is None
 
 
+def test_a_host_that_only_its_profiler_slows_down(tmp_path):
+    """Steps that were not recorded take as long as the device is busy in those that were."""
+    run = run_with(tmp_path, cluster=ON_GPU, gpu={}, plan={**SOUND, "compile": False})
+    trace = traced(span_seconds=3.0, busy_seconds=1.0, launch_starved_seconds=2.0, small_kernel_share=0.1)
+    assert kernels.small_kernels(with_traces(run, trace)) is None
+
+
 def test_matrix_products_beside_the_tensor_cores(tmp_path):
     odd = {"model": {"use": "gpt", "layers": 2, "width": 60, "heads": 4, "context": 64}}
     run = run_with(tmp_path, cluster=ON_GPU, gpu={}, plan=SOUND, recipe=odd)

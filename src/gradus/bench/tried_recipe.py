@@ -10,6 +10,7 @@ from typing import Any
 from gradus.hardware.cluster import detect_cluster, gpu_of
 from gradus.launcher.recipe_run import chosen
 from gradus.models import catalogue
+from gradus.models.settings import image_shape
 from gradus.parallel.support import check_supported
 from gradus.planner.defaults import Choice, case_of
 from gradus.planner.resolve import prepare_data, resolved
@@ -46,11 +47,13 @@ def given(recipe: str | None, model: str | None, overrides: Sequence[str], *, ba
 
 
 def _with_images_in_memory(recipe: Recipe) -> Recipe:
-    shape = recipe.data.options
-    classes = asdict(catalogue.resolve(recipe.model.use, recipe.model.options)[1])["classes"]
-    most = max(_LEAST_IMAGES, _IMAGE_BYTES // (shape["channels"] * shape["size"] ** 2))
-    made = {"size": shape["size"], "channels": shape["channels"], "classes": classes}
-    made["samples"] = min(int(shape["samples"]), most)
+    asked = recipe.data.options
+    settings = catalogue.resolve(recipe.model.use, recipe.model.options)[1]
+    channels, side = image_shape(settings)
+    side = asked.get("size", side)
+    most = max(_LEAST_IMAGES, _IMAGE_BYTES // (channels * side**2))
+    made = {"size": side, "channels": channels, "classes": asdict(settings)["classes"]}
+    made["samples"] = min(int(asked["samples"]), most)
     return recipe.model_copy(update={"data": DataBlock(use="gradus.bench.made_up:images", **made)})
 
 

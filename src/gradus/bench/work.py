@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from gradus.models.catalogue import Reference, construct, resolve
-from gradus.models.settings import MnistCNNSettings, ResNetSettings, Settings, SimpleCNNSettings, ViTSettings
+from gradus.models.settings import Settings, image_shape
 from gradus.parallel.world import World, alone
 from gradus.planner.defaults import default_plan
 from gradus.record.directory import RunDirectory
@@ -106,18 +106,6 @@ def random_batch(
     channels, side = image_shape(settings)
     images = torch.randn(samples, channels, side, side, device=device, dtype=dtype)
     return images, torch.randint(settings.classes, (samples,), device=device)  # type: ignore[attr-defined]
-
-
-def image_shape(settings: Settings) -> tuple[int, int]:
-    """Channels, and pixels along a side."""
-    if isinstance(settings, MnistCNNSettings):
-        return 1, 28
-    if isinstance(settings, SimpleCNNSettings):
-        return settings.channels, 32
-    if isinstance(settings, ResNetSettings):
-        return settings.channels, settings.image_side
-    assert isinstance(settings, ViTSettings), settings
-    return settings.channels, settings.image
 
 
 class RecipeWork:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,6 +45,7 @@ WARM_UP_STEPS = 3
 LOG_LINES = 200
 FEW_WINDOWS = 4  # of so few, the last one is too large a part to leave anything out of it
 LEAST_SAMPLED_SECONDS = 0.5  # over which the rise of a counter says something
+FEWEST_RATES = 3  # between samples, of which the middle one is what is usual
 # Fewer measured steps than this tell little.
 ENOUGH_STEPS = 10
 
@@ -263,18 +265,29 @@ class Evidence:
 
     @cached_property
     def read_bytes_per_second(self) -> float | None:
-        """From storage, by the ranks of the node that reads most."""
-        used = [rate for rate in self._rates("read_bytes").values() if rate is not None]
-        return max(used) if used else None
+        """From storage, by the ranks of the node that reads most; what is usual between two samples.
+
+        Not the mean: libraries that are loaded when they are first needed are read once, and at once.
+        """
+        usual = [
+            median(rates)
+            for points in self._readings("read_bytes").values()
+            if len(rates := [rate for pair in pairwise(points) if (rate := _slope(pair)) is not None]) >= FEWEST_RATES
+        ]
+        return max(usual) if usual else None
 
     def _rates(self, counter: str) -> dict[str, float | None]:
         """By node: how fast a counter of its host rises."""
+        return {node: _slope(points) for node, points in self._readings(counter).items()}
+
+    def _readings(self, counter: str) -> dict[str, list[tuple[float, float]]]:
+        """By node: when a counter of its host was read, and what it said."""
         readings: dict[str, list[tuple[float, float]]] = {}
         for sample in self.device_samples:
             value = getattr(sample.host, counter)
             if value is not None:
                 readings.setdefault(sample.node, []).append((sample.time, value))
-        return {node: _slope(points) for node, points in readings.items()}
+        return readings
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:

@@ -261,3 +261,15 @@ def refused(key: str, found: object, allowed: str) -> InputError:
         found=found,
         allowed=allowed,
     )
+
+
+def image_shape(settings: Settings) -> tuple[int, int]:
+    """Channels, and pixels along a side."""
+    if isinstance(settings, MnistCNNSettings):
+        return 1, 28
+    if isinstance(settings, SimpleCNNSettings):
+        return settings.channels, 32
+    if isinstance(settings, ResNetSettings):
+        return settings.channels, settings.image_side
+    assert isinstance(settings, ViTSettings), settings
+    return settings.channels, settings.image

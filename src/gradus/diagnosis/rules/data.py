@@ -51,7 +51,7 @@ def waits_for_data(evidence: Evidence) -> Finding | None:
             not_measured=("how fast the storage could be: gradus bench storage",),
         )
     free = _cores_are_free(evidence)
-    if workers and free:
+    if workers and free and _were_asked_for(evidence):
         wanted = _workers_wanted(workers * step, step - waited, workers)
         return Finding(
             "too-few-workers",
@@ -63,7 +63,10 @@ def waits_for_data(evidence: Evidence) -> Finding | None:
             evidence.confidence,
             not_measured=missing,
         )
-    if workers:
+    if workers and free:
+        change = f"--set plan.workers={_workers_wanted(workers * step, step - waited, workers)}"
+        why = f"the {workers} worker{'s' if workers > 1 else ''} that gradus chose cannot keep up with such samples"
+    elif workers:
         change = "make samples cheaper: decode and resize once and store them (gradus data pack), or take more cores"
         why = f"{workers} workers do not keep up, and the cores are busy"
     elif workers == 0:
@@ -148,6 +151,11 @@ def _cores_are_free(evidence: Evidence) -> bool:
     if evidence.cores_used is not None:
         return evidence.cores_used < CORES_ARE_BUSY * evidence.cores
     return ((evidence.workers or 0) + 1) * evidence.ranks_on_a_node < evidence.cores
+
+
+def _were_asked_for(evidence: Evidence) -> bool:
+    """Whether the recipe says how many workers there are. If not, it is the samples that are dear."""
+    return evidence.recipe is not None and "workers" in evidence.recipe.plan.fixed
 
 
 def _workers_wanted(loading_seconds: float, rest_seconds: float, now: int) -> int:

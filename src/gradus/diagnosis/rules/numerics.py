@@ -119,7 +119,7 @@ def diverged(evidence: Evidence) -> Finding | None:
         "last_loss": end,
         "highest_loss": max(losses),
     }
-    if end > first + (_AWAY - 1) * abs(first):
+    if end > first + max((_AWAY - 1) * abs(first), 3 * noise):
         since = next(row["step"] for row in finite if row["loss"] > first + (_AWAY - 1) * abs(first))
         verdict = f"the loss ran away: it began at {first:.4g}, and is at {end:.4g}, from step {since} on"
         return _diverged(evidence, verdict, {**found, "since_step": since}, "high")

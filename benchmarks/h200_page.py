@@ -1,0 +1,165 @@
+"""docs/bench-h200.md, from what `gpu_bench.py`, `gpu_tune.py` and `gpu_breakdown.py` measured.
+
+    python benchmarks/h200_page.py                  # write the page again
+    python benchmarks/h200_page.py --take FOLDER... # take new results in first
+
+Results lie in `benchmarks/measured/bench`, without what says whose machine it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "measured" / "bench"
+PAGE = ROOT / "docs" / "bench-h200.md"
+Document = dict[str, Any]
+
+
+def take(folder: Path) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.rglob("*.json")):
+        document = json.loads(path.read_text())
+        if document.get("format", "").startswith("gradus-bench"):
+            found = document.pop("environment")
+            packages = {name: found["packages"][name] for name in ("torch", "triton") if name in found["packages"]}
+            kept = {"gpu": found["gpus"][0]["name"] if found["gpus"] else None, "cpu": found["cpu"], **packages}
+            document["environment"] = {**kept, "cpu_cores": found["cpu_cores"]}
+            document.pop("charts", None)
+        elif path.name != "gpu_breakdown.json":
+            continue
+        else:
+            document.setdefault("time", path.stat().st_mtime)
+        (RESULTS / path.name).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (columns, ("---",) * len(columns), *rows)]
+
+
+def lab(found: list[Document]) -> list[str]:
+    def row(one: Document) -> tuple[str, ...]:
+        settings, summary = one["settings"], one["summary"]
+        layout = ", channels_last" if settings["channels_last"] else ""
+        rate, spread = summary["samples_per_second_each"], summary["samples_per_second_each_plus_minus"]
+        memory = f"{summary['memory_peak_bytes'] / 2**30:.1f} GiB"
+        return f"{settings['precision']}{layout}", f"{rate:,.1f} ± {spread:.1f}", f"{summary['mfu']:.0%}", memory
+
+    first = found[0]["settings"]
+    lines = [f"`gradus bench synthetic --model {first['model']} --batch-size {first['batch_size']} --num-iters 5`,"]
+    lines += ["eager; ± is 1.96 standard deviations of five iterations.", ""]
+    return lines + table(("precision", "img/sec per GPU", "MFU", "peak memory"), [row(one) for one in found])
+
+
+def device(found: list[Document]) -> list[str]:
+    rows = [
+        (
+            f"{one['group']}: {one['name']}",
+            f"{one['value']:,.4g} {one['unit']}",
+            f"± {one['spread']:.1%}",
+            f"{one['quoted']:,.4g}" if one["quoted"] is not None else "–",
+            f"{one['share']:.0%}" if one["share"] is not None else "–",
+        )
+        for one in found[0]["rows"]
+        if one["value"] is not None
+    ]
+    return ["`gradus bench device`", "", *table(("what", "measured", "spread", "quoted", "reached"), rows)]
+
+
+def knobs(found: list[Document]) -> list[str]:
+    rows = [
+        (
+            one["knob"],
+            f"{one['speed_ratio']:.2f}×",
+            f"± {one['noise']:.0%}",
+            f"{one['memory_ratio']:.2f}×",
+            f"{'Y' if one['faster'] else 'N'}/{'Y' if one['smaller'] else 'N'}",
+            one["claim"],
+        )
+        for one in found[0]["rows"]
+    ]
+    columns = ("method", "speed", "noise", "memory", "faster/smaller", "claimed (ICIAP 2025 talk of NVIDIA)")
+    settings = found[0]["settings"]
+    head = (
+        f"`gradus bench knobs --model {settings['recipe']} --batch-size {settings['batch']}`; " + found[0]["notes"][0]
+    )
+    return [head + ".", "", *table(columns, rows)]
+
+
+def sweep(found: list[Document]) -> list[str]:
+    first = found[0]["rows"][0]["samples_per_second"]
+    rows = [
+        (
+            one["setting"],
+            f"{one['samples_per_second']:,.0f}",
+            f"± {one['spread']:.1%}",
+            f"{one['samples_per_second'] / first:.2f}×",
+            f"{one['memory_bytes'] / 2**30:.2f} GiB",
+        )
+        for one in found[0]["rows"]
+        if one["samples_per_second"] is not None
+    ]
+    return [found[0]["title"], "", *table(("setting", "samples/s", "spread", "over the first", "memory"), rows)]
+
+
+def breakdown(found: list[Document]) -> list[str]:
+    rows = [
+        (
+            one["title"],
+            f"{one['step_ms_without']:.2f}",
+            f"{one['step_ms_with']:.2f}",
+            f"{one['cost']:+.2%}",
+            f"± {one['spread']:.2%}",
+            str(one["pairs"]),
+        )
+        for one in found[0]["costs"]
+    ]
+    columns = ("work", "step without, ms", "step with, ms", "cost", "spread", "pairs")
+    return [
+        "`python benchmarks/gpu_breakdown.py`: the measuring taken out and put back in turn.",
+        "",
+        *table(columns, rows),
+    ]
+
+
+SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[list[Document]], list[str]]], ...] = (
+    (
+        "ResNet-50 on random data",
+        ("resnet50-fp32", "resnet50-tf32", "resnet50-bf16", "resnet50-bf16-channels-last"),
+        lab,
+    ),
+    ("The device", ("device",), device),
+    ("What seven methods do", ("tune-knobs",), knobs),
+    ("simple-cnn: loader workers", ("tune-workers",), sweep),
+    ("simple-cnn: batch", ("tune-batches",), sweep),
+    ("What knowing where the time goes costs", ("gpu_breakdown",), breakdown),
+)
+
+
+def page() -> str:
+    lines = ["# One H200, measured", ""]
+    lines += [
+        "Written by `benchmarks/h200_page.py` from results in `benchmarks/measured/bench`. All measured, none quoted"
+    ]
+    lines += ["unless the column says so.", ""]
+    for title, names, show in SECTIONS:
+        found = [json.loads(path.read_text()) for name in names if (path := RESULTS / f"{name}.json").is_file()]
+        if not found:
+            continue
+        when = datetime.fromtimestamp(found[-1]["time"], timezone.utc)
+        version = found[-1].get("torch") or found[-1]["environment"]["torch"]
+        lines += [f"## {title}", "", *show(found), "", f"NVIDIA H200, torch {version}, {when:%Y-%m-%d}.", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--take", nargs="*", type=Path, default=[])
+    for folder in parser.parse_args().take:
+        take(folder)
+    PAGE.write_text(page())
