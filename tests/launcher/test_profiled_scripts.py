@@ -64,6 +64,7 @@ def gradus(tmp_path: Path) -> Iterator[Gradus]:
     command.stop_all()
 
 
+@pytest.mark.slow
 def test_steps_of_a_foreign_script_are_those_of_its_optimizer(gradus: Gradus) -> None:
     (gradus.folder / "loop.py").write_text(SCRIPT)
     (gradus.folder / "site").mkdir()

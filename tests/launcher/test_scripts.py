@@ -60,7 +60,7 @@ def test_the_run_directory_tells_what_was_run(gradus, printed):
     found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     attempt = {"command.json", "cluster.yaml", "environment.json", f"logs/{socket.gethostname()}.log"}
     files = {f"attempts/1/{name}" for name in attempt} | {"status.json", "events/launcher-attempt-1.jsonl"}
-    assert found == files | {"control/lock"}
+    assert found == files | {"control/lock", f"devices/{socket.gethostname()}.jsonl"}
     command = json.loads((run / "attempts/1/command.json").read_text())
     assert (command["target"], command["arguments"]) == ("prints.py", ["--lr", "3", "--", "x y"])
     assert (command["directory"], command["ranks"]) == (str(gradus.folder), 2)

@@ -128,9 +128,11 @@ def trained_anyhow(folder: Path, in_the_way: str | None = None, **changes: Any) 
 def test_a_slow_part_is_charged_where_it_is_slow(tmp_path, kind):
     slept = SECONDS / 2 if kind == "data" else SECONDS  # for each of two samples
     run = trained(tmp_path, **{kind: slept})
-    found = mean_seconds([line for line in read_timings(run) if line.step > 1])  # a hook's time is the next step's
+    lines = read_timings(run)
+    found = mean_seconds(lines)
     charged = "other" if kind == "hook" else kind
-    assert found[charged] >= 0.95 * SECONDS
+    times = sum(line.steps for line in lines) - (kind == "hook")  # a hook's time is the next step's
+    assert sum(line.steps * line.seconds[charged] for line in lines) >= 0.95 * SECONDS * times
     assert max((k for k in ("data", "forward", "backward", "optimizer", "other")), key=found.__getitem__) == charged
     assert found["host_to_device"] == found["exposed_communication"] == 0.0, "one rank, and no device"
 
@@ -168,7 +170,6 @@ def test_metrics_have_the_same_numbers_and_keep_the_meaning_of_step_seconds(tmp_
     line = next(line for line in read_timings(run) if line.step == 6)
     for kind in ("host_to_device", "forward", "backward", "optimizer", "exposed_communication", "checkpoint", "other"):
         assert rows[6][f"{kind}_seconds"] == line.seconds[kind]
-    assert rows[6]["evaluation_share"] == pytest.approx(line.share("evaluation"))
     assert rows[6]["step_seconds"] < line.step_seconds - line.seconds["evaluation"] / 2
 
 
@@ -240,4 +241,4 @@ def test_what_follows_the_last_step_is_added_to_its_line():
     found = with_more(line, {"evaluation": 2.0})
     assert found["seconds"]["evaluation"] == 0.5
     assert found["step_seconds"] == 1.5
-    assert metrics_of(found["seconds"])["evaluation_share"] == pytest.approx(1 / 3)
+    assert "evaluation_seconds" not in metrics_of(found["seconds"]), "which is that of a whole evaluation"

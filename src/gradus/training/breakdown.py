@@ -141,9 +141,7 @@ def with_more(line: Mapping[str, Any], after: Mapping[str, float]) -> dict[str, 
 def metrics_of(mean: Mapping[str, float]) -> dict[str, float]:
     """What a line of metrics.jsonl has of them. `data_seconds` is there, and `evaluation_seconds` is a whole one's."""
     kinds = [kind for kind in KINDS if kind not in ("data", "evaluation")]
-    total = sum(mean.values())
-    share = {"evaluation_share": mean["evaluation"] / total} if total > 0 else {}
-    return {**{f"{kind}_seconds": mean[kind] for kind in kinds}, **share}
+    return {f"{kind}_seconds": mean[kind] for kind in kinds}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

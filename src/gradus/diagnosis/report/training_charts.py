@@ -26,7 +26,7 @@ _OWN_CHARTS = frozenset(
     | {"epoch_loss", "epoch_samples_per_second", "epoch_tokens_per_second", "validation_loss"}
     # By kind: shown with all ranks, from timings.
     | {"forward_seconds", "backward_seconds", "exposed_communication_seconds", "optimizer_seconds"}
-    | {"host_to_device_seconds", "checkpoint_seconds", "other_seconds", "evaluation_share"}
+    | {"host_to_device_seconds", "checkpoint_seconds", "other_seconds"}
 )
 _MOST_FURTHER = 12
 _MOST_RANKS = 8
