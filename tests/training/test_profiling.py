@@ -16,6 +16,7 @@ from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
 from gradus.schema.profile_request import PROFILE_FILE, ProfileRequest
 from gradus.training.memory_snapshot import snapshot_at_out_of_memory
+from gradus.training.profiling import Bystander, Profiling
 
 CPU = torch.device("cpu")
 
@@ -101,3 +102,18 @@ def test_memory_of_a_cpu_has_no_snapshot_and_that_is_said(run: RunDirectory) -> 
     trained(alone(CPU), str(run.path), line_recipe(steps=3))
     assert "unavailable" in str(profile_events(run)[0]["memory"])
     assert snapshot_at_out_of_memory(run, 1, 0, CPU) is None
+
+
+def test_a_rank_that_records_nothing_takes_in_its_numbers_where_the_others_do(run: RunDirectory) -> None:
+    """Going back while the others record ends that for all; so does its last step."""
+    for steps in ([*range(12)], [*range(6), *range(3, 12)], [8, 9, 10]):
+        request = ProfileRequest.parse("steps=3,from=5")
+        recording = Profiling(
+            request, range(5, 8), run.path / "traces", attempt=1, rank=0, world_size=1, device=CPU, tell=lambda _: None
+        )
+        other = Bystander(range(5, 8))
+        for done in steps:
+            assert recording.interrupts(done) == other.interrupts(done), (steps, done)
+            recording.at(done)
+            other.at(done)
+        recording.close()

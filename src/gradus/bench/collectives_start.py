@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradus.bench.ranks import said_by_ranks
+from gradus.bench.ranks import leads, said_by_ranks
 from gradus.bench.result import BenchResult, bench_environment
 from gradus.hardware.detect import detect_machine
 from gradus.launcher.slurm.step import other_nodes
@@ -55,8 +55,16 @@ def collectives(asked: Asked, nproc: int | None) -> Iterator[dict[str, Any]]:
             found="nccl",
             allowed="gloo",
         )
-    alone = other_nodes() is None
-    return said_by_ranks(_RANK_MODULE, asdict(asked), nproc or (max(2, gpus) if alone and gpus < 2 else None))
+    alone = other_nodes() is None and leads() is None
+    if alone and nproc is None and gpus == 1:
+        raise InputError(
+            "--nproc: there is one GPU here, and a collective needs two ranks",
+            hint="CUDA_VISIBLE_DEVICES= gradus bench collectives measures two ranks on the CPU",
+            field="--nproc",
+            found="1 GPU",
+            allowed="2 GPUs or more, or none",
+        )
+    return said_by_ranks(_RANK_MODULE, asdict(asked), nproc or (2 if alone and gpus == 0 else None))
 
 
 def result_of(asked: Asked, place: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> BenchResult:

@@ -89,8 +89,8 @@ def plan_here(recipe: Recipe, nproc: int | None, cluster: str | None = None) -> 
             found=found,
             allowed=wanted,
         )
-    # Of a cluster, what one machine is: trials run here.
-    return chosen(recipe, site.model_copy(update={"nodes": 1}), nproc), site
+    machine = site.model_copy(update={"nodes": 1})  # trials run here
+    return chosen(recipe, machine, nproc), machine
 
 
 def why_not(recipe: Recipe, cluster: Cluster, plan: Plan) -> str | None:

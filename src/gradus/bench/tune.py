@@ -284,7 +284,8 @@ class Tuner:
             self.reasons |= dict.fromkeys(change, f"measured: {step.factor:.2f}× over {_before(label)}")
         else:
             values = ", ".join(_after(name) for name in plans)
-            self.reasons |= dict.fromkeys(fields_of(knob), f"measured: not faster with {values}")
+            why = step.why if step.factor is not None and step.factor > 1 else f"not faster with {values}"
+            self.reasons |= dict.fromkeys(fields_of(knob), f"measured: {why}")
         return replace(step, tried=tuple(told))
 
     def _judged(self, knob: str, label: str, change: dict[str, Any], mine: Repeated, theirs: Repeated) -> Step:
@@ -295,7 +296,7 @@ class Tuner:
         factor, noise = here / there, noise_between(mine, theirs)
         kept, why = factor > 1 + noise, "" if factor > 1 + noise else "no gain beyond noise"
         gap = _loss_gap(mine, theirs) if "precision" in change else None
-        if gap is not None and abs(gap) > _LOSS_GAP:
+        if gap is not None and not abs(gap) <= _LOSS_GAP:  # nor where it is no number
             kept, why = False, f"the loss differs by {gap:+.1%} after as many steps"
         return Step(knob, label, change, factor, noise, kept, why, gap, theirs.memory_bytes)
 

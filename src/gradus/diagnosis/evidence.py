@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradus.diagnosis.finding import Confidence
-from gradus.launcher.run_logs import last_lines, log_files
+from gradus.launcher.run_logs import log_files
 from gradus.launcher.script import COMMAND_FILE, Script
 from gradus.launcher.story import local_state
 from gradus.planner.defaults import ranks_on_a_node
@@ -42,7 +42,7 @@ Read = TypeVar("Read")
 
 # First steps of an attempt: kernels are chosen or compiled, workers start, the allocator finds its size.
 WARM_UP_STEPS = 3
-LOG_LINES = 200
+LOG_BYTES = 1 << 20
 FEW_WINDOWS = 4  # of so few, the last one is too large a part to leave anything out of it
 LEAST_SAMPLED_SECONDS = 0.5  # over which the rise of a counter says something
 FEWEST_RATES = 3  # between samples, of which the middle one is what is usual
@@ -328,11 +328,11 @@ class Evidence:
         return tuple(found for path in newest if (found := _read(analyse, path)) is not None)
 
     @cached_property
-    def log(self) -> dict[str, list[str]]:
-        """By file name: the last lines that the newest attempt printed."""
+    def log_beginnings(self) -> dict[str, str]:
+        """By file name: what the newest attempt printed first; NCCL says there how it is connected."""
         if self.run is None:
             return {}
-        return {path.name: _read(lambda one: last_lines(one, LOG_LINES), path) or [] for path in log_files(self.run)}
+        return {path.name: _read(_beginning, path) or "" for path in log_files(self.run)}
 
     def _file(self, name: str) -> Path | None:
         return self.attempt_path / name if self.attempt_path is not None else None
@@ -349,6 +349,11 @@ def _without_the_end(timings: list[Breakdown]) -> list[Breakdown]:
 def _without_interludes(one: Breakdown) -> Breakdown:
     left = {kind: 0.0 if kind in ("checkpoint", "evaluation") else seconds for kind, seconds in one.seconds.items()}
     return one.model_copy(update={"seconds": left, "step_seconds": sum(left.values())})
+
+
+def _beginning(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(LOG_BYTES).decode(errors="replace")
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float | None:

@@ -45,8 +45,10 @@ def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
     file.seek(0)
     rest = b""
     while file.tell() < end:
-        data = rest + file.read(min(_PIECE_BYTES, end - file.tell()))
-        *whole, rest = data.split(b"\n")
+        piece = file.read(min(_PIECE_BYTES, end - file.tell()))
+        if not piece:  # somebody has cut it off meanwhile
+            break
+        *whole, rest = (rest + piece).split(b"\n")
         yield from (line for line in whole if line.strip())
     if rest.strip():
         yield rest

@@ -68,7 +68,7 @@ from gradus.training.own_optimizer import rebind
 from gradus.training.pipeline_step import PipelineStep, wiring_of
 from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
 from gradus.training.preparation import prepared
-from gradus.training.profiling import Profiling
+from gradus.training.profiling import Bystander, Profiling
 from gradus.training.recorder import Rates, Recorder
 from gradus.training.resuming import bring_home, check_same_stream, newest_checkpoint, resumed, step_back
 from gradus.training.rollback import check_can_recover, left_out_by_rollbacks
@@ -112,7 +112,7 @@ class LiveRun:
     recompute_note: str | None = None  # of the whole model
     scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
     last_loss: float | None = None  # of the last step whose numbers have arrived
-    profiling: Profiling | None = None  # where a trace of some steps is asked for
+    profiling: Profiling | Bystander | None = None  # where a trace of some steps is asked for
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ def snapshot_at_out_of_memory(run: RunDirectory, attempt: int, rank: int, device
     """What holds the memory now. Nothing about it may stand in the way of the error that is being told."""
     if device.type != "cuda":
         return None
-    path = snapshot_path(run.path / "traces", attempt, rank)
+    path = snapshot_path(run.path / "traces", attempt, rank, "out-of-memory")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         _dump(path)
@@ -47,8 +47,8 @@ def snapshot_at_out_of_memory(run: RunDirectory, attempt: int, rank: int, device
     return path
 
 
-def snapshot_path(traces: Path, attempt: int, rank: int) -> Path:
-    return traces / f"attempt-{attempt}-rank-{rank}-memory.pickle"
+def snapshot_path(traces: Path, attempt: int, rank: int, what: str = "memory") -> Path:
+    return traces / f"attempt-{attempt}-rank-{rank}-{what}.pickle"
 
 
 def _dump(path: Path) -> None:

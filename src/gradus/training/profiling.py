@@ -60,7 +60,7 @@ class Profiling:
 
     def interrupts(self, done: int) -> bool:
         """Whether something is set up or written after so many steps, which takes longer than the time between two."""
-        return not self._over and (done in (self._window[0] - 2, self._window[0] - 1) or done >= self._window[-1])
+        return not self._over and _interrupts(self._window, done)
 
     @property
     def recording(self) -> bool:
@@ -171,8 +171,31 @@ class Profiling:
         }
 
 
-def profiling_of(live: LiveRun) -> Profiling | None:
-    """The recording that the attempt asks of this rank, if it does."""
+class Bystander:
+    """A rank that records nothing while others do: it takes in its numbers where they do, since what these say, a step
+    to go back to, must be found by all ranks at the same step."""
+
+    def __init__(self, window: range) -> None:
+        self._window = window
+        self._done = 0
+        self._others_record = self._over = False
+
+    def interrupts(self, done: int) -> bool:
+        return not self._over and _interrupts(self._window, done)
+
+    def at(self, done: int) -> None:
+        went_back, self._done = done <= self._done, done
+        if self._others_record and (done >= self._window[-1] or went_back):
+            self._over = True
+        self._others_record = done >= self._window[0] - 1
+
+
+def _interrupts(window: range, done: int) -> bool:
+    return done in (window[0] - 2, window[0] - 1) or done >= window[-1]
+
+
+def profiling_of(live: LiveRun) -> Profiling | Bystander | None:
+    """The recording that the attempt asks of this rank, or of others, if it does."""
     request = requested(live.run, live.attempt)
     world = live.world
     if request is None:
@@ -180,7 +203,7 @@ def profiling_of(live: LiveRun) -> Profiling | None:
     _own_steps_count()
     window = request.window(live.state.step, live.total_steps)
     if not request.wants(world.rank, world.size):
-        return None
+        return Bystander(window) if window is not None else None
     if window is None:
         first = request.first or live.state.step + 1
         live.recorder.event("profile", message=f"profile: steps from {first} on are none of this attempt's")

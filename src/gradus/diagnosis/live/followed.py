@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.explain import explain
 from gradus.diagnosis.finding import Finding
+from gradus.launcher.story import local_state
 from gradus.launcher.watching import View, Watching
 from gradus.record import device_log, timings
 from gradus.record.directory import RunDirectory, find_runs
@@ -92,10 +93,10 @@ class Followed:
                 self._watching = None  # with all it had read; should the run go on, it is read again
             return snapshot
 
-    def fingerprint(self) -> tuple[tuple[int, int], ...]:
-        """Other than before if the run wrote something."""
+    def fingerprint(self) -> tuple[object, ...]:
+        """Other than before if the run wrote something, or has been silent for so long that it is lost."""
         paths = (self.run.status_path, self.run.metrics_path, self.run.events, self.run.path / "attempts")
-        return tuple(_written(path) for path in paths)
+        return (local_state(read_status(self.run)), *(_written(path) for path in paths))
 
     def _look(self) -> Snapshot:
         self._watching = self._watching or Watching(self.run)

@@ -63,7 +63,12 @@ def _steps(history: History, evidence: Evidence) -> Fact:
 
 def _losses(history: History) -> list[Fact]:
     series = history.metrics.get("loss")
-    if series is None or series.last is None:
+    if series is None:
+        return [Fact("loss", UNAVAILABLE, "no step was logged")]
+    since = series.first_not_finite
+    if since is not None and (series.last is None or since > series.last[0]):
+        return [Fact("loss", "no number", f"since step {since:g}")]
+    if series.last is None:
         return [Fact("loss", UNAVAILABLE, "no step was logged")]
     facts = [Fact("loss", number_text(series.last[1]), f"{number_text(series.points[0][1])} at the first logged step")]
     for name in ("validation_loss", "validation_accuracy"):

@@ -165,7 +165,7 @@ def _never_met(demise: Demise, there: int, wanted: int, seconds: float) -> Findi
     verdict = f"only {there} of {wanted} ranks came to the meeting point within {seconds:g} s"
     change = (
         "start as many ranks as WORLD_SIZE says, all with the same MASTER_ADDR and MASTER_PORT; "
-        f"{demise.start} does that; gradus bench preflight finds a node that cannot reach the first one"
+        f"{demise.start} does that; gradus preflight finds a node that cannot reach the first one"
     )
     return Finding("collective-timeout", verdict, evidence, change, None, "high", "fatal")
 

@@ -27,8 +27,9 @@ MIB = 2**20
 MANY_BUCKETS = 64  # each costs the latency of an all-reduce
 MULTIPLE_OF_BUCKETS = 8
 WARM_UP_ROWS = 3
-FEW_LINES = 2_000  # of another run's log: enough for its usual speed
-_FEW_LINES = 2_000  # of metrics: a median needs no more, and there may be many runs beside this one
+FEW_LINES = 2_000  # of another run's metrics: a median needs no more, and there may be many runs beside this one
+# Of a recipe, that make two runs the same work on other ranks.
+SAME_WORK = ("model", "data", "batch", "optimizer", "loss", "hooks", "evaluate", "checkpoint", "deterministic")
 
 
 def transfer_seconds(evidence: Evidence) -> float:
@@ -149,8 +150,10 @@ def _change(evidence: Evidence, plan: Plan | None, gradient_bytes: int | None) -
 
 def nccl_over_sockets(evidence: Evidence) -> Finding | None:
     """Only said by a log with NCCL_DEBUG=INFO, and only of interest between nodes."""
-    for name, lines in evidence.log.items():
-        found = read_nccl_log("\n".join(lines))
+    if evidence.ranks_on_a_node >= evidence.ranks:
+        return None
+    for name, text in evidence.log_beginnings.items():
+        found = read_nccl_log(text)
         if not found.over_sockets:
             continue
         share = evidence.share("exposed_communication")
@@ -236,7 +239,7 @@ def _alike(path: Path, run: RunDirectory, recipe: Recipe) -> tuple[int, float] |
     other = Evidence.of_run(RunDirectory(path))
     if other.recipe is None or other.plan is None:
         return None
-    if any(getattr(other.recipe, name) != getattr(recipe, name) for name in ("model", "data", "batch", "optimizer")):
+    if any(getattr(other.recipe, name) != getattr(recipe, name) for name in SAME_WORK):
         return None
     rate = _samples_per_second(RunDirectory(path))
     return (other.plan.mesh.world_size, rate) if rate is not None else None

@@ -105,6 +105,8 @@ def idle_gpu(evidence: Evidence) -> Finding | None:
     change = f"ask for {everything - len(idle)} GPUs, or use them all: --nproc {everything}"
     verdict = f"{len(idle)} of {everything} GPUs of this job did nothing: {', '.join(idle)}"
     if len(idle) == everything:
+        if evidence.has_gpu:  # it waits for something else, and that is told as what it is
+            return None
         verdict = f"the job has {everything} GPU{'s' if everything > 1 else ''}, and trains on the CPU"
         change = "a torch with CUDA, and no empty CUDA_VISIBLE_DEVICES: gradus preflight says what is wrong"
     return Finding(

@@ -21,6 +21,7 @@ _NOISE = 2.0  # times by which it went up now and then before
 _FALL = 0.02  # of the training loss meanwhile
 _BY_HEART, _SMALL_RISE = 0.5, 0.02  # where it has fallen below half, a smaller rise says the same
 _FEWEST_STEPS = 10
+_FEWEST_FOR_A_RISE = 20
 _WINDOW = 0.1  # of the logged steps, at the beginning and at the end, that are averaged
 _AWAY = 1.25  # times the loss of the beginning: it was not trained, it was ruined
 _BACK = 0.5  # of what had been gained, lost again for good
@@ -108,10 +109,10 @@ def diverged(evidence: Evidence) -> Finding | None:
     losses = [float(row["loss"]) for row in finite]
     width = max(3, round(len(losses) * _WINDOW))
     smooth = [median(losses[max(0, at - width + 1) : at + 1]) for at in range(len(losses))]
-    first, end = losses[0], smooth[-1]
+    first, end = median(losses[:width]), smooth[-1]
     lowest = min(range(width - 1, len(smooth)), key=lambda at: smooth[at])
     best, best_step = min((smooth[lowest], finite[lowest]["step"]), (first, finite[0]["step"]))
-    noise = median(abs(loss - one) for loss, one in zip(losses, smooth, strict=True))
+    noise = median(abs(after - before) for before, after in pairwise(losses))
     found = {
         "first_loss": first,
         "best_loss": best,
@@ -124,9 +125,12 @@ def diverged(evidence: Evidence) -> Finding | None:
         verdict = f"the loss ran away: it began at {first:.4g}, and is at {end:.4g}, from step {since} on"
         return _diverged(evidence, verdict, {**found, "since_step": since}, "high")
     gained, lost = first - best, end - best
-    if gained > 0 and lost > _BACK * gained and lost > 3 * noise and lost > 0.1 * abs(first):
+    # The best is the lowest of many, and lower by chance the more there are.
+    surely = len(losses) >= _FEWEST_FOR_A_RISE and lost > 5 * noise
+    if surely and gained > 0 and lost > _BACK * gained and lost > 0.1 * abs(first):
         verdict = f"the loss came down to {best:.4g} at step {best_step}, and went up again to {end:.4g} for good"
         return _diverged(evidence, verdict, {**found, "since_step": best_step}, "medium")
+    first = losses[0]  # a burst may be among the first ones
     if max(losses) > _BURST * abs(first) and end > _NOTHING_LEARNED * first:
         at = finite[losses.index(max(losses))]["step"]
         verdict = (

@@ -20,7 +20,8 @@ _HOST = re.compile(
     r"DefaultCPUAllocator: (?:can't|not enough)|can't allocate memory|not enough memory: you tried|MemoryError"
     r"|std::bad_alloc|Cannot allocate memory|\[Errno 12\]"
 )
-_WORKER = re.compile(r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (?:is killed by signal|exited unexpectedly)[^\n]*")
+# Not one that crashed or left: only whoever has no memory left kills it, or takes away what it writes to.
+_WORKER = re.compile(r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) is killed by signal: (?:Killed|Bus error)[^\n]*")
 _SHARED = re.compile(
     r"insufficient shared memory|Bus error|unable to (?:open|mmap|allocate) shared memory", re.IGNORECASE
 )

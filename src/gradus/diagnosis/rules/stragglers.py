@@ -8,11 +8,13 @@ from typing import Any
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.finding import Finding
 from gradus.diagnosis.rules.pipeline import stage_of
+from gradus.diagnosis.timeline.skew import skew
 
 # As for the warning while a run goes on (faults/stragglers.py, where the measurements are).
 SLOW = 1.5
 LEAST_SHARE = 0.1  # of a step
 LASTING = 0.6  # of the time: one slow moment is no straggler
+LASTING_IN_TRACES = 0.8  # of the collectives in a few steps
 
 
 def straggler(evidence: Evidence) -> list[Finding]:
@@ -82,4 +84,33 @@ def _name(evidence: Evidence) -> str:
     return f"{evidence.run.name}/{evidence.run.id}" if evidence.run else "RUN"
 
 
-RULES = (straggler,)
+def straggler_in_traces(evidence: Evidence) -> Finding | None:
+    """Of a script, which has no timings: in traces of several ranks, who comes last to most collectives."""
+    traces = {trace.rank: trace for trace in evidence.traces if trace.rank is not None}
+    if evidence.own_seconds or len(traces) < 2:
+        return None
+    found = skew(list(traces.values()))
+    span = median(trace.span_seconds for trace in traces.values())
+    if found.slowest is None or found.slowest_share < LASTING_IN_TRACES or span <= 0:
+        return None
+    waited = median(seconds for rank, seconds in found.waiting_seconds.items() if rank != found.slowest)
+    if waited < LEAST_SHARE * span:
+        return None
+    return Finding(
+        "straggler",
+        f"rank {found.slowest} comes last to {found.slowest_share:.0%} of the collectives; the others wait for it",
+        {
+            "rank": found.slowest,
+            "waiting_seconds_of_others": waited / max(found.steps, 1),
+            "transfer_seconds": found.transfer_seconds / max(found.steps, 1),
+            "collectives": found.collectives,
+            "share": waited / span,
+        },
+        f"look at what rank {found.slowest} does that the others do not, and at what else runs on its node",
+        min(1.0, waited / span),
+        "medium",
+        not_measured=("why: its own time by kind",),
+    )
+
+
+RULES = (straggler, straggler_in_traces)
