@@ -19,7 +19,7 @@ from gradus.schema.recipe import Recipe
 
 # Of a step. On a GPU, a well-overlapped step exposes a few percent. Ranks on a CPU share cores and talk through the
 # kernel: each exchange costs them milliseconds, however little there is to say.
-GPU_SHARE, CPU_SHARE = 0.15, 0.2
+GPU_SHARE, CPU_SHARE = 0.15, 0.35
 GPU_SECONDS, CPU_SECONDS = 0.0005, 0.02
 # From here on a second GPU does half of what the first does, or less.
 HALF = 0.5

@@ -8,7 +8,8 @@ from gradus.diagnosis.evidence import ENOUGH_STEPS, WARM_UP_STEPS, Evidence
 from gradus.diagnosis.finding import Finding
 
 # Of a step. Below, other things decide; a loader that is just fast enough makes a step wait now and then.
-LEAST_SHARE = 0.2
+# On a CPU, loading and computing take turns on the same cores, and whoever else is there takes from both.
+LEAST_SHARE, LEAST_SHARE_ON_CPU = 0.2, 0.35
 # To hand over a small batch takes a fraction of a millisecond on any machine; in steps of a few milliseconds, as of toy
 # models, that is a large share, and nothing to act on.
 LEAST_SECONDS = 0.003
@@ -26,7 +27,8 @@ def waits_for_data(evidence: Evidence) -> Finding | None:
     """data-bound, too-few-workers or slow-storage: the three are one symptom, so that one of them is named."""
     # That every rank waits: if only one does, the others wait for it, and it is a straggler.
     waited, step = min(evidence.by_rank("data").values(), default=0.0), evidence.step_seconds
-    if not step or waited < max(LEAST_SECONDS, LEAST_SHARE * (evidence.training_seconds or step)):
+    least = LEAST_SHARE if evidence.has_gpu else LEAST_SHARE_ON_CPU
+    if not step or waited < max(LEAST_SECONDS, least * (evidence.training_seconds or step)):
         return None
     workers, cores, used = evidence.workers, evidence.cores, evidence.cores_used
     facts = {
