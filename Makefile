@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 # Two processes, each with whole files of tests: most tests keep one core busy, and wait for much of their time.
 TWO_AT_ONCE := -n 2 --dist loadfile
 
-.PHONY: run test test-slow slurm-lab lint install browser prometheus slurm clean
+.PHONY: run test test-slow test-long slurm-lab lint install browser prometheus slurm clean
 
 run: install
 	$(BIN)/gradus train recipes/quickstart.yaml $$($(BIN)/python -c "from gradus import Cluster; \
@@ -15,7 +15,11 @@ test: install browser prometheus slurm
 	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow"
 
 test-slow: install browser prometheus slurm
-	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m slow
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "slow and not long"
+
+# Measurements of minutes each: before a release, and when bench, tune or the exporters change.
+test-long: install browser prometheus slurm
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m long
 
 # A shell in a Slurm cluster of its own, which is gone when the shell ends.
 slurm-lab: install slurm

@@ -84,6 +84,7 @@ def test_bad_input_is_told_with_what_is_allowed(arguments: list[str], words: str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_precision_that_the_device_lacks_is_a_row_with_its_reason(tmp_path: Path) -> None:
     arguments = ["--model", "gpt", *SETTINGS, "--steps", "4", "--repeats", "1", "--precision", "fp32,tf32,bf16"]
     done = Gradus(tmp_path)("bench", "precision", *arguments, "--html", "page.html", "--json", timeout=400)
@@ -97,6 +98,7 @@ def test_a_precision_that_the_device_lacks_is_a_row_with_its_reason(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_table_of_knobs_has_a_row_for_each(tmp_path: Path) -> None:
     arguments = ["--model", "gpt", *SETTINGS, "--repeats", "1", "--seconds", "0.2"]
     done = Gradus(tmp_path)("bench", "knobs", *arguments, timeout=600)
@@ -107,6 +109,7 @@ def test_the_table_of_knobs_has_a_row_for_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_accuracy_against_batch_is_measured_with_and_without_warm_up(tmp_path: Path) -> None:
     done = Gradus(tmp_path)("bench", "batch-size", "--batch", "32,256", "--samples", "1024", "--json", timeout=600)
     assert done.code == 0, done.err

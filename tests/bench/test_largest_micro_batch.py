@@ -55,6 +55,7 @@ def test_sizes_divide_the_share_of_a_rank_so_that_the_batch_stays() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_largest_is_found_on_two_ranks_though_trials_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(HERE))

@@ -79,6 +79,7 @@ def test_bad_input_is_refused(arguments, found):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_that_average_gradients_are_compared_with_one():
     work = Synthetic("mnist-cnn", batch_size=2, warm_up_batches=1, batches=1, iterations=2)
     result = bench_replicas(work, (1, 2), 1, averaged=True)
@@ -88,6 +89,7 @@ def test_two_processes_that_average_gradients_are_compared_with_one():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_of_a_recipe_train_on_its_own_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     document = {

@@ -117,6 +117,7 @@ def test_one_of_several_processes_is_sent_to_logs(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_on_one_and_two_ranks_is_measured_with_the_same_work_for_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -129,6 +130,7 @@ def test_a_model_on_one_and_two_ranks_is_measured_with_the_same_work_for_each(tm
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_recipe_s_own_run_is_timed_and_nothing_of_it_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     document = {

@@ -95,6 +95,7 @@ def test_what_the_device_cannot_do_is_refused_with_the_reason(ranks: Ranks) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_trial_that_hangs_is_ended_and_the_next_has_a_fresh_process(ranks: Ranks) -> None:
     assert ranks.try_out(trial()).measured
     (before,) = ranks.process_ids
@@ -117,6 +118,7 @@ def test_loading_that_comes_in_bursts_is_timed_over_whole_bursts(ranks: Ranks) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_memory_that_ends_on_one_of_two_ranks_ends_the_trial_on_both() -> None:
     with Ranks(2) as two:
         assert two.try_out(trial(ranks=2)).measured

@@ -214,6 +214,7 @@ def slow_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_slow_dataset_gets_workers_and_the_recipe_stays_as_it_is(slow_recipe: Path, tmp_path: Path) -> None:
     before = slow_recipe.read_bytes()
     arguments = ["--seconds", "0.5", "--out", "plan.yaml", "--html", "page.html", "--knobs", "workers", "--json"]
@@ -232,6 +233,7 @@ def test_a_slow_dataset_gets_workers_and_the_recipe_stays_as_it_is(slow_recipe: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(slow_recipe: Path, tmp_path: Path) -> None:
     command = Gradus(tmp_path)
     process = command.start("tune", "recipe.yaml", "--no-findings", "--seconds", "0.5", "--knobs", "workers")

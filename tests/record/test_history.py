@@ -146,6 +146,7 @@ def test_many_lines_become_few_points(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_million_lines_are_read_in_little_memory_and_make_a_small_page(tmp_path):
     run = _long_run(tmp_path, 1_000_000)
     script = f"""

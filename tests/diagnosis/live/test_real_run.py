@@ -77,6 +77,7 @@ def test_prometheus_and_a_browser_follow_a_run_from_its_start_to_its_failure(gra
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_stopped_and_goes_on_is_one_run_in_mlflow(gradus, tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
