@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradus.bench.result import BenchResult, bench_environment
+from gradus.bench.result import BenchResult, bench_environment, finite
 from gradus.bench.tried import Ranks, Trial, Tried
 from gradus.record.chart import Chart, Series
 from gradus.record.format import metric_text
@@ -73,7 +73,7 @@ def batch_size(
                 losses = tries[0].losses
                 title = f"batch {batch}, {'warm-up' if warm else 'no warm-up'}"
                 seen = [batch * (step + 1) for step in range(len(losses))]
-                curves.append(Series(title, seen, [_finite(loss) for loss in losses], dashed=not warm))
+                curves.append(Series(title, seen, [finite(loss) for loss in losses], dashed=not warm))
                 say(f"{title}: {_told(rows[-1])}")
     return _result(recipe, base, samples, seeds, warm_up_share, rows, curves)
 
@@ -96,9 +96,9 @@ def _trial(
 def _row(recipe: Recipe, batch: int, base: int, samples: int, warm: bool, tries: list[Tried]) -> dict[str, Any]:
     metric = recipe.evaluate.metric
     failure = next((tried for tried in tries if not tried.measured), None)
-    values = [_finite(tried.evaluation.get(metric, math.nan)) for tried in tries if tried.measured]
+    values = [finite(tried.evaluation.get(metric, math.nan)) for tried in tries if tried.measured]
     known = [value for value in values if value is not None]
-    last = _finite(tries[0].losses[-1]) if tries[0].losses else None
+    last = finite(tries[0].losses[-1]) if tries[0].losses else None
     return {
         "batch": batch,
         "warmup": warm,
@@ -119,10 +119,6 @@ def _told(row: dict[str, Any]) -> str:
         return "diverged: the loss is no number"
     name = next(key for key in row if key not in ("batch", "warmup", "steps", "lr"))
     return f"{name} {metric_text(name, row[name])}"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _result(

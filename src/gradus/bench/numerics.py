@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from gradus.bench.number_formats import FORMATS, Damage, NumberFormat, Shared, damage, format_rows
-from gradus.bench.result import BenchResult, bench_environment
+from gradus.bench.result import BenchResult, bench_environment, finite
 from gradus.parallel.world import alone
 from gradus.record.chart import Bars, Chart, Series
 from gradus.record.directory import RunDirectory
@@ -210,19 +210,14 @@ def _row(kind: str, name: str, shared: str, seen: list[Seen]) -> dict[str, Any]:
     ratios = [found.snr_db for found in damages.values()]
     return {
         **row,
-        "snr_db": _finite(statistics.median(ratios)),
+        "snr_db": finite(statistics.median(ratios)),
         "relative_error": statistics.median(found.relative_error for found in damages.values()),
         "underflow": sum(found.underflow * found.elements for found in damages.values()) / elements,
         "overflow": sum(found.overflow * found.elements for found in damages.values()) / elements,
         "worst_layer": worst,
-        "worst_snr_db": _finite(damages[worst].snr_db),
-        "worst": asdict(damages[worst]) | {"snr_db": _finite(damages[worst].snr_db)},
+        "worst_snr_db": finite(damages[worst].snr_db),
+        "worst": asdict(damages[worst]) | {"snr_db": finite(damages[worst].snr_db)},
     }
-
-
-def _finite(ratio: float) -> float | None:
-    """No error at all has no ratio."""
-    return ratio if math.isfinite(ratio) else None
 
 
 def _charts(rows: list[dict[str, Any]], seen: list[Seen], formats: list[NumberFormat]) -> tuple[Chart | Bars, ...]:

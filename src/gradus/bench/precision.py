@@ -3,12 +3,11 @@ loss."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradus.bench.result import BenchResult, bench_environment
+from gradus.bench.result import BenchResult, bench_environment, finite
 from gradus.bench.tried import Ranks, Repeated, Trial, Tried, host_memory_for, interleaved, memory_notes, repeated
 from gradus.bench.tried_recipe import why_not
 from gradus.record.chart import Bars, Chart, Series
@@ -64,7 +63,7 @@ def _result(
     measured = [row for row in rows if row["state"] == "measured"]
     device = next((tried.device for each in found.values() for tried in each.tries if tried.device), "")
     curves = tuple(
-        Series(name, list(range(1, len(found[name].losses) + 1)), [_finite(loss) for loss in found[name].losses])
+        Series(name, list(range(1, len(found[name].losses) + 1)), [finite(loss) for loss in found[name].losses])
         for name in order
         if found[name].measured
     )
@@ -130,11 +129,7 @@ def _row(name: str, found: Repeated, base: Repeated | None) -> dict[str, Any]:
 def _loss(found: Repeated) -> float | None:
     """The mean of the last steps; None where it is no number any more."""
     losses = found.losses
-    return _finite(statistics.fmean(losses[-max(1, round(len(losses) * _LAST_SHARE)) :])) if losses else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return finite(statistics.fmean(losses[-max(1, round(len(losses) * _LAST_SHARE)) :])) if losses else None
 
 
 def _fastest(rows: list[dict[str, Any]]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -144,3 +145,8 @@ def _chart(document: Mapping[str, Any]) -> Picture:
 
 def _pairs(parts: Sequence[Sequence[Any]]) -> tuple[tuple[str, float], ...]:
     return tuple((str(kind), float(value)) for kind, value in parts)
+
+
+def finite(value: float) -> float | None:
+    """A number, or None: JSON has no other way to say that there is none."""
+    return value if math.isfinite(value) else None
