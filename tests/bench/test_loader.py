@@ -48,8 +48,7 @@ def recipe(folder, seconds: float) -> Recipe:
 
 def test_workers_are_real_processes_and_load_the_recipe_s_own_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # All are measured, whatever else the machine does.
-    result = bench_loader(recipe(tmp_path, 0.001), (0, 2), (4,), seconds=0.05, rounds=1, helps=0.0)
+    result = bench_loader(recipe(tmp_path, 0.001), (0, 2), (4,), seconds=0.05, rounds=1, helps=1e9)
     assert [row["workers"] for row in result.rows] == [0, 2]
     assert all(row["samples_per_second"] > 0 and row["first_batch_seconds"] > 0 for row in result.rows)
     assert result.summary["plan_workers_reason"]
@@ -63,11 +62,17 @@ def test_the_fewest_workers_that_are_nearly_as_fast_as_any_are_best():
     assert _best([*rows, Row(16, 0, 1000.0, None, 0.1, 1)], 8)["best_workers"] == 2
 
 
-def test_what_no_longer_helps_is_left_out_and_said_so(tmp_path, monkeypatch):
+def test_after_two_numbers_that_bring_nothing_no_larger_one_is_tried(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = bench_loader(recipe(tmp_path, 0.001), None, (4,), seconds=0.02, rounds=1, helps=1e9)
+    assert [row["samples_per_second"] is not None for row in result.rows] == [True, True, True, False]
+    assert [row["repeats"] for row in result.rows] == [1, 1, 1, 0]
+
+
+def test_numbers_that_were_asked_for_are_all_tried(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = bench_loader(recipe(tmp_path, 0.001), (0, 1, 2, 3), (4,), seconds=0.02, rounds=1, helps=1e9)
-    assert [row["samples_per_second"] is not None for row in result.rows] == [True, True, False, False]
-    assert [row["repeats"] for row in result.rows] == [1, 1, 0, 0]
+    assert [row["repeats"] for row in result.rows] == [1, 1, 1, 1]
 
 
 def test_data_that_lives_on_the_device_needs_no_workers():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,39 @@ def test_a_plan_that_runs_out_of_memory_is_made_smaller_first() -> None:
     assert found.plan.micro_batch == 2
     assert found.plan.accumulate == 32
     assert "ran out of memory" in found.steps[0].why
+    assert found.changes == {"micro_batch": 2, "accumulate": 32}, "who copies only these must get a plan that fits"
+
+
+def test_what_made_one_of_several_the_best_does_not_count_for_it() -> None:
+    tries: Counter[int] = Counter()
+
+    def lucky_once(plan: Plan) -> float:
+        tries[int(plan.workers)] += 1
+        return 150.0 if plan.workers == 4 and tries[4] == 1 else 100.0
+
+    found = tuned(PretendedGpu(lucky_once), knobs=["workers"])
+    (step,) = found.steps
+    assert step.change == "workers 2 → 4"
+    assert (step.factor, step.kept) == (1.0, False)
+
+
+def test_gains_that_are_none_together_are_given_up() -> None:
+    said: list[str] = []
+
+    def rate(plan: Plan) -> float:
+        """Each knob looks like a gain when its turn comes; at the end, the machine says otherwise."""
+        if "the last plan against the first, in turns" in said and plan != start().plan:
+            return 90.0
+        return 100.0 + 10 * (plan.workers == 4) + 10 * (plan.micro_batch == 16)
+
+    tuner = Tuner(gpt(), start(), cluster(), PretendedGpu(rate), say=said.append, minutes=60)
+    found = tuner.tuned(["workers", "micro_batch"], look=False)
+    assert [step.kept for step in found.steps] == [True, True]
+    assert found.measured is not None
+    assert found.measured < 1
+    assert not found.changes
+    assert any("the first plan stays" in note for note in found.notes)
+    assert "together" in found.reasons["workers"]
 
 
 def test_nothing_that_fits_is_an_error_that_says_so() -> None:

@@ -45,7 +45,7 @@ def test_loaders_that_were_left_out_say_why_and_the_best_is_named(capsys):
     print_loader(BenchResult("loader", "Loading", {"data": "digits", "cores": 2}, rows, summary))
     out = capsys.readouterr().out.splitlines()
     assert out[2].split() == ["8", "0", "1,234", "±5%", "0.12"]
-    assert "left out" in out[3]
+    assert "not tried" in out[3]
     assert out[4] == "best: plan.workers=0 with micro-batches of 8"
     assert out[5] == "a run would use 2 (plan.workers)"
 

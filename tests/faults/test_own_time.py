@@ -47,7 +47,7 @@ class Event:
 def machine(monkeypatch):
     made = Machine()
     monkeypatch.setattr(own_time.time, "monotonic", lambda: made.now)
-    monkeypatch.setattr(own_time, "_event", made.event)
+    monkeypatch.setattr(OwnTime, "_event", lambda own: made.event())
     return made
 
 

@@ -7,8 +7,9 @@ import time
 
 import pytest
 from hardware_driver import Driver
+from user_runs import line_recipe
 
-from gradus.launcher.device_sampler import DeviceSampler, gpus_of_job, with_descendants
+from gradus.launcher.device_sampler import DeviceSampler, gpus_of_job, gpus_used_by, with_descendants
 from gradus.record.device_log import energy_of, read_device_samples
 
 
@@ -64,6 +65,12 @@ def test_gpus_that_somebody_has_chosen_all_belong_to_the_job(monkeypatch):
     assert gpus_of_job(2) == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert gpus_of_job(2) is None
+
+
+def test_ranks_may_share_a_gpu():
+    recipe = line_recipe(plan={"ranks_per_gpu": 2})
+    assert [gpus_used_by(ranks, recipe) for ranks in (1, 2, 3, 4)] == [1, 1, 2, 2]
+    assert gpus_used_by(3, None) == 3
 
 
 def test_a_process_is_among_its_descendants_own():

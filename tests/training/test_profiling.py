@@ -74,6 +74,22 @@ def test_a_run_that_ends_before_the_steps_says_that_nothing_was_recorded(run: Ru
     assert "nothing was recorded" in str(profile_events(run)[0]["message"])
 
 
+def refuse(*arguments: object, **named: object) -> None:
+    raise AssertionError("another profiler is at work")
+
+
+@pytest.mark.parametrize("at", ["start", "step", "stop", "export_chrome_trace"])
+def test_a_profiler_that_fails_ends_the_recording_and_not_the_run(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    asked(run, "steps=2,from=3")
+    monkeypatch.setattr(torch.profiler.profile, at, refuse)
+    assert trained(alone(CPU), str(run.path), line_recipe(steps=8))["step"] == 8
+    assert not traces(run)
+    (event,) = profile_events(run)
+    assert event["message"] == "profile: nothing could be recorded: AssertionError: another profiler is at work"
+
+
 def test_a_profile_changes_no_number(run: RunDirectory, tmp_path: Path) -> None:
     asked(run, "steps=3,from=2,stacks")
     other = RunDirectory.create(tmp_path, "plain")

@@ -31,6 +31,7 @@ from gradus.training.precision import numbers_for
 
 WORKERS = (0, 2, 4, 8)
 _HELPS = 1.05  # times as fast at least, or more workers bring nothing
+_TRIED_IN_VAIN = 2  # numbers of workers in a row that bring nothing, before larger ones are not tried
 _MANY = 10**9  # samples: the stream goes on across epochs
 _IN_ADVANCE = 2  # micro-batches of each worker that are ready by the time of the first; they are not counted
 
@@ -47,7 +48,7 @@ class Delivered:
 class Row:
     micro_batch: int
     workers: int
-    samples_per_second: float | None  # None: left out, since fewer workers were as fast
+    samples_per_second: float | None  # None: not tried, since more workers had stopped helping
     spread: float | None
     first_batch_seconds: float | None
     repeats: int
@@ -55,7 +56,7 @@ class Row:
 
 def bench_loader(
     recipe: Recipe,
-    workers: Sequence[int] = WORKERS,
+    workers: Sequence[int] | None = None,
     micro_batches: Sequence[int] | None = None,
     *,
     seconds: float = 2.0,
@@ -63,7 +64,10 @@ def bench_loader(
     helps: float = _HELPS,
     say: Callable[[str], None] = lambda line: None,
 ) -> BenchResult:
-    """More workers are tried as long as they are at least `helps` times as fast as the best of fewer."""
+    """The numbers of workers that were asked for; else `WORKERS`, as far as more of them are faster.
+
+    They are if the rate is at least `helps` times the best of fewer.
+    """
     recipe = resolved(recipe)
     prepare_data(recipe)
     plan = default_plan(recipe, detect_cluster(), 1).plan
@@ -72,7 +76,7 @@ def bench_loader(
     if data is None:
         raise InputError("data.use: there are no training samples", field="data.use", found=0, allowed=">= 1")
     sizes = tuple(micro_batches or _around(plan.micro_batch, data.length))
-    counts = tuple(sorted(set(workers)))
+    counts = tuple(sorted(set(workers or WORKERS)))
 
     def passed(size: int, count: int) -> Delivered:
         found = delivered(_loader(recipe, plan, data, device, size, count), seconds)
@@ -82,12 +86,13 @@ def bench_loader(
     # The first round finds out how far more workers help; the others repeat what it has kept, in turn.
     kept: dict[tuple[int, int], list[Delivered]] = {}
     for size in sizes:
-        best = 0.0
+        best, in_vain = 0.0, 0
         for count in counts:
+            if workers is None and in_vain == _TRIED_IN_VAIN:
+                break
             first = passed(size, count)
             kept[size, count] = [first]
-            if best and first.samples_per_second < helps * best:
-                break
+            in_vain = 0 if first.samples_per_second >= helps * best else in_vain + 1
             best = max(best, first.samples_per_second)
     for number in range(1, rounds):
         for size, count in kept if number % 2 == 0 else reversed(list(kept)):

@@ -76,6 +76,19 @@ def leads() -> bool | None:
     return None if together is None else together.leads
 
 
+def check_one_process() -> None:
+    """Refuse trials in each of several processes: every one of them would start its own ranks."""
+    if leads() is None:
+        return
+    raise InputError(
+        "trials start their ranks themselves, on one node, and this is one of several processes",
+        hint="start it once: `srun -N 1 -n 1 gradus ...`, with --nproc for the number of ranks",
+        field="--nproc",
+        found="several processes",
+        allowed="one",
+    )
+
+
 def check_one_machine(command: str) -> None:
     """Refuse what chooses its own numbers of ranks where others have chosen them, or where they would be per node."""
     if leads() is None and other_nodes() is None:

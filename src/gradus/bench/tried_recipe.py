@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gradus.bench.ranks import check_one_process
 from gradus.hardware.cluster import detect_cluster, gpu_of
 from gradus.launcher.recipe_run import chosen
 from gradus.models import catalogue
@@ -76,6 +77,7 @@ def _of_model(name: str) -> dict[str, Any]:
 
 def plan_here(recipe: Recipe, nproc: int | None, cluster: str | None = None) -> tuple[Choice, Cluster]:
     """What the planner would do on this machine, which is what is tried."""
+    check_one_process()
     here = detect_cluster()
     if cluster is None:
         return chosen(recipe, here, nproc), here

@@ -63,7 +63,8 @@ class Tuned:
     """The plan that was found, and how."""
 
     recipe: Recipe
-    start: Plan
+    planned: Plan  # by the planner
+    start: Plan  # the same, or if it did not fit, the same in smaller pieces: what the first trial measured
     plan: Plan
     steps: tuple[Step, ...]
     reasons: dict[str, str]
@@ -85,7 +86,7 @@ class Tuned:
     @property
     def changes(self) -> dict[str, Any]:
         """What is other than in the planner's plan."""
-        before = self.start.model_dump()
+        before = self.planned.model_dump()
         return {name: value for name, value in self.plan.model_dump().items() if value != before[name]}
 
     def document(self) -> dict[str, Any]:
@@ -153,7 +154,7 @@ class Tuner:
         self._until = self._began + minutes * 60
         limit = memory_bytes if memory_bytes is not None else host_memory_for(ranks.count)
         self._memory = None if cluster.gpus_per_node else limit
-        self.plan = self.start = choice.plan
+        self.plan = self.start = self.planned = choice.plan
         self.reasons = dict(choice.reasons)
         self.steps: list[Step] = []
         self.notes: list[str] = []
@@ -175,6 +176,7 @@ class Tuner:
                 self.say("the last plan against the first, in turns")
                 trials = {"start": self._trial(self.start), "end": self._trial(self.plan)}
                 ends = self._measured(trials, self.repeats)
+                self._keep_only_what_is_faster(ends)
         except KeyboardInterrupt:
             if self.last is None:  # nothing was measured yet
                 raise
@@ -253,7 +255,10 @@ class Tuner:
         self.say(f"{knob}: {step_text(step)}")
 
     def _best_of(self, knob: str, found: Candidates) -> Step:
-        """All once; then the best of them against the present plan, in turns."""
+        """All once; then the best of them against the present plan, in turns.
+
+        What made one the best of several may have been luck: then only what is measured afterwards counts.
+        """
         plans: dict[str, tuple[Plan, dict[str, Any]]] = {}
         told = []
         for change in found.changes:
@@ -274,10 +279,12 @@ class Tuner:
         plan, change = plans[label]
         mine, theirs = base, first[label]
         if rates[label] > _NOT_WORTH * base.samples_per_second and self.repeats > 1:
-            more = self._measured({"": trials[""], label: trials[label]}, self.repeats - 1)
+            chosen = len(rates) > 1
+            more = self._measured({"": trials[""], label: trials[label]}, self.repeats - (not chosen))
             if label in more and "" in more:
-                mine = Repeated(base.tries + more[""].tries)
-                theirs = Repeated(theirs.tries + more[label].tries)
+                before = ((), ()) if chosen else (base.tries, theirs.tries)
+                mine = Repeated(before[0] + more[""].tries)
+                theirs = Repeated(before[1] + more[label].tries)
         step = self._judged(knob, label, change, mine, theirs)
         if step.kept:
             self.plan, self.last = plan, theirs.tries[-1]
@@ -287,6 +294,16 @@ class Tuner:
             why = step.why if step.factor is not None and step.factor > 1 else f"not faster with {values}"
             self.reasons |= dict.fromkeys(fields_of(knob), f"measured: {why}")
         return replace(step, tried=tuple(told))
+
+    def _keep_only_what_is_faster(self, ends: dict[str, Repeated]) -> None:
+        """Gains of one knob each need not add up: what is not faster than the first plan in the end is given up."""
+        factor = _factor(ends)
+        if factor is None or factor > 1:
+            return
+        changed = [name for name, value in self.plan.model_dump().items() if value != getattr(self.start, name)]
+        self.reasons |= dict.fromkeys(changed, f"measured: all that was kept, together, is {factor:.2f}× as fast")
+        self.notes.append(f"all changes together are {factor:.2f}× as fast: the first plan stays")
+        self.plan = self.start
 
     def _judged(self, knob: str, label: str, change: dict[str, Any], mine: Repeated, theirs: Repeated) -> Step:
         here, there = theirs.samples_per_second, mine.samples_per_second
@@ -332,17 +349,18 @@ class Tuner:
         return time.monotonic() + trials * each > self._until
 
     def _result(self, findings: tuple[str, ...], ends: dict[str, Repeated], interrupted: bool) -> Tuned:
-        first, last = ends.get("start"), ends.get("end")
-        measured = noise = None
+        measured, noise = _factor(ends), None
         start_rate = rate = self.last.samples_per_second if self.last else None
-        if first and last and first.samples_per_second and last.samples_per_second:
+        if measured is not None:
+            first, last = ends["start"], ends["end"]
             start_rate, rate = first.samples_per_second, last.samples_per_second
-            measured, noise = rate / start_rate, noise_between(first, last)
+            noise = noise_between(first, last)
         elif self.plan != self.start:
             start_rate = None
             self.notes.append("the last plan was not measured against the first: composed factors only")
         return Tuned(
             self.recipe,
+            self.planned,
             self.start,
             self.plan,
             tuple(self.steps),
@@ -357,6 +375,14 @@ class Tuner:
             tuple(self.notes),
             time.monotonic() - self._began,
         )
+
+
+def _factor(ends: dict[str, Repeated]) -> float | None:
+    """The last plan over the first, if both were measured."""
+    first, last = ends.get("start"), ends.get("end")
+    if not first or not last or not first.samples_per_second or not last.samples_per_second:
+        return None
+    return last.samples_per_second / first.samples_per_second
 
 
 def step_text(step: Step) -> str:

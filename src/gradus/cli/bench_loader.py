@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 def loader(
     recipe: Annotated[str, typer.Argument(help="A recipe.yaml, whose data is loaded.")],
-    workers: Annotated[str, typer.Option("--workers", metavar="0,2,4,8", help="Numbers to try.")] = "0,2,4,8",
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", metavar="0,2,4", help="Numbers to try. Default: 0,2,4,8, as far as more are faster."),
+    ] = None,
     batch: Annotated[
         str | None, typer.Option("--batch", metavar="32,64", help="Micro-batches. Default: around the plan's.")
     ] = None,
@@ -30,13 +33,13 @@ def loader(
     save: SaveOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Load a recipe's data with 0, 2, 4, 8 workers and several batches, as long as more workers help."""
+    """Load a recipe's data with several numbers of workers, and in micro-batches of several sizes."""
 
     def measure() -> int:
         from gradus.cli.given_work import given_recipe
 
         check_html(html)
-        counts = numbers_of(workers, "--workers")
+        counts = numbers_of(workers, "--workers") if workers else None
         sizes = numbers_of(batch, "--batch", least=1) if batch else None
         loaded = given_recipe("bench loader", recipe, set_, None, Path("runs"))
         from gradus.bench.loader import bench_loader
@@ -55,7 +58,7 @@ def print_loader(result: BenchResult) -> None:
     print(f"{'micro-batch':>12}{'workers':>9}{'samples/s':>12}{'spread':>9}{'first batch, s':>16}")
     for row in result.rows:
         if row["samples_per_second"] is None:
-            print(f"{row['micro_batch']:>12}{row['workers']:>9}{'left out: fewer are as fast':>37}")
+            print(f"{row['micro_batch']:>12}{row['workers']:>9}{'not tried: more had stopped helping':>37}")
             continue
         spread = "" if row["spread"] is None else f"±{row['spread'] / 2:.0%}"
         print(

@@ -90,6 +90,8 @@ class OwnTime:
     def __init__(self, where: Whereabouts, device: torch.device) -> None:
         self.where = where
         self.on_gpu = device.type == "cuda"
+        # The one that trains. Code that waits for others may have a stream of its own, whose events say nothing of it.
+        self._stream = torch.cuda.current_stream(device) if self.on_gpu else None
         self._kind, self._since = _OTHER, time.monotonic()
         self._step: _Step | None = None
         self._ended: deque[_Step] = deque()
@@ -145,7 +147,7 @@ class OwnTime:
             done.number, done.data_seconds = step, data_seconds
             done.host[self._kind] += now - self._since
             if done.marks is not None:
-                mark = _event()
+                mark = self._event()
                 done.marks.append((self._kind, mark))
                 self._pending.append(done)
             self._ended.append(done)
@@ -157,7 +159,7 @@ class OwnTime:
     def elsewhere(self) -> None:
         """The step so far was an evaluation or a save, of which the device's events say nothing."""
         if self._step is not None and self._step.marks is not None:
-            self._step.marks = [(_OTHER, _event())]
+            self._step.marks = [(_OTHER, self._event())]
 
     def settle(self) -> None:
         """Take in measured steps that the device has come past."""
@@ -263,7 +265,7 @@ class OwnTime:
             return
         fetching = (kind in (_DATA, _COPY)) != (before in (_DATA, _COPY))
         if step.marks is not None or fetching:
-            event = _event()
+            event = self._event()
             if step.marks is not None:
                 step.marks.append((before, event))
             if fetching:
@@ -272,7 +274,12 @@ class OwnTime:
     def _next_step(self, mark: Event) -> _Step:
         self._number += 1
         measured = self.on_gpu and (self._number <= FIRST_GPU_STEPS or self._number % GPU_STEPS == 0)
-        return _Step((mark or _event()) if measured else None)
+        return _Step((mark or self._event()) if measured else None)
+
+    def _event(self) -> Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
     def _note(self, seconds: Sequence[float], data_seconds: float) -> None:
         work = sum(value for kind, value in enumerate(seconds) if kind not in _NOT_WORK)
@@ -334,9 +341,3 @@ def _seconds_of(fetches: list[Event]) -> float:
     """Of the pairs of events that have passed."""
     pairs = zip(fetches[::2], fetches[1::2], strict=False)
     return float(sum(began.elapsed_time(ended) / 1000 for began, ended in pairs if ended.query()))
-
-
-def _event() -> Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event

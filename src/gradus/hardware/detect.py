@@ -56,9 +56,13 @@ def detect_machine(nvml: Any = None) -> Machine:
 
 
 def usable_cores() -> int:
-    allowed = len(os.sched_getaffinity(0))
+    return within_quota(len(os.sched_getaffinity(0)))
+
+
+def within_quota(cores: int) -> int:
+    """Of so many cores, those that the job's share of processor time can keep busy."""
     quota = cpu_quota()
-    return allowed if quota is None else max(1, min(allowed, int(quota)))
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def _usable_memory() -> int:

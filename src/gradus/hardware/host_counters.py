@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradus.hardware.cgroup import cpu_quota, cpu_seconds_used, memory_left, memory_limit
-from gradus.hardware.detect import usable_cores
+from gradus.hardware.detect import within_quota
 from gradus.schema.device_sample import HostSample
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -22,7 +22,9 @@ _BUSY = (0, 1, 2, 5, 6, 7)
 class _Used:
     """By one process, so far."""
 
-    cpu_seconds: float
+    parent: int
+    cpu_seconds: float  # without its children
+    # Of its children too, from when they have ended and it has asked how.
     read_bytes: int | None
     write_bytes: int | None
 
@@ -32,21 +34,26 @@ class HostCounters:
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
+        self._cores = os.sched_getaffinity(0)  # with those of the job's processes: each may be bound to its own
         self._before: tuple[float, float] | None = None  # when, and the busy seconds of the cores until then
         self._processes: dict[int, _Used] = {}  # with those that have ended: what they used was used
 
     def read(self, processes: Iterable[int] = ()) -> HostSample:
         """Now. `processes` are the job's own."""
-        cores = usable_cores()
-        utilisation = self._utilisation(cores)
+        alive = set()
         for pid in processes:
             used = self._used_by(pid)
             if used is not None:
                 self._processes[pid] = used
+                alive.add(pid)
+                self._add_cores_of(pid)
+        cores = within_quota(len(self._cores))
+        utilisation = self._utilisation(cores)
         used_bytes, total_bytes = self._memory()
         known = list(self._processes.values())
-        reads = [one.read_bytes for one in known if one.read_bytes is not None]
-        writes = [one.write_bytes for one in known if one.write_bytes is not None]
+        counted = [one for pid, one in self._processes.items() if pid in alive or one.parent not in self._processes]
+        reads = [one.read_bytes for one in counted if one.read_bytes is not None]
+        writes = [one.write_bytes for one in counted if one.write_bytes is not None]
         return HostSample(
             cpu_utilisation=utilisation,
             cores=cores,
@@ -58,6 +65,15 @@ class HostCounters:
             write_bytes=sum(writes) if writes else None,
         )
 
+    def _add_cores_of(self, pid: int) -> None:
+        try:
+            theirs = os.sched_getaffinity(pid)
+        except OSError:  # it has ended, or is another user's
+            return
+        if not theirs <= self._cores:
+            self._cores = self._cores | theirs
+            self._before = None  # was of fewer cores
+
     def _utilisation(self, cores: int) -> float | None:
         now, busy, before = time.monotonic(), self._busy_seconds(), self._before
         if busy is None:
@@ -68,10 +84,10 @@ class HostCounters:
         return min(1.0, max(0.0, (busy - before[1]) / (cores * (now - before[0]))))
 
     def _busy_seconds(self) -> float | None:
-        """Of the cores that this process may use; where it has only a share of them, what its group took."""
+        """Of the cores that the job may use; where it has only a share of them, what its group took."""
         if cpu_quota() is not None and (used := cpu_seconds_used()) is not None:
             return used
-        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        mine = {f"cpu{number}" for number in self._cores}
         lines = [line.split() for line in _text(self._proc / "stat").splitlines()]
         counted = [[int(word) for word in words[1:]] for words in lines if words and words[0] in mine]
         if not counted:
@@ -94,6 +110,7 @@ class HostCounters:
             return None
         io = dict(line.split(": ", 1) for line in _text(self._proc / str(pid) / "io").splitlines() if ": " in line)
         return _Used(
+            int(fields[1]),
             (int(fields[11]) + int(fields[12])) / _TICKS,
             int(io["read_bytes"]) if "read_bytes" in io else None,
             int(io["write_bytes"]) if "write_bytes" in io else None,

@@ -19,6 +19,7 @@ from gradus.record.directory import RunDirectory
 from gradus.record.node import node_name
 from gradus.record.problem import OnProblem, report_on_stderr
 from gradus.schema.device_sample import DeviceSample, HostSample
+from gradus.schema.recipe import Recipe
 
 EVERY_SECONDS = 2.0
 _CLOSE_SECONDS = 5.0  # a driver that hangs must not keep a run from ending
@@ -31,7 +32,7 @@ class DeviceSampler:
         self,
         run: RunDirectory,
         attempt: int,
-        ranks: int,
+        gpus: int,
         processes: Callable[[], Iterable[int]],
         *,
         beside: int = 0,
@@ -39,12 +40,12 @@ class DeviceSampler:
         on_problem: OnProblem = report_on_stderr,
         nvml: Any = None,
     ) -> None:
-        """`ranks` are those of this node, `processes` theirs with all that they have started.
+        """`gpus` are those that the ranks of this node train on, `processes` the ranks and all that they have started.
 
         Where each process of a node sees its own GPU only, each has a sampler: the one `beside` number 0 leaves the
         host to that.
         """
-        self._run, self._attempt, self._ranks, self._processes = run, attempt, ranks, processes
+        self._run, self._attempt, self._gpus, self._processes = run, attempt, gpus, processes
         self._beside = beside
         self._every_seconds, self._on_problem, self._nvml = every_seconds, on_problem, nvml
         self._done = threading.Event()
@@ -65,7 +66,7 @@ class DeviceSampler:
         try:
             name = f"{node_name()}-{self._beside}" if self._beside else node_name()
             log = DeviceLog(self._run, name, self._on_problem)
-            gpus, host = GpuCounters.open(gpus_of_job(self._ranks), self._nvml), HostCounters()
+            gpus, host = GpuCounters.open(gpus_of_job(self._gpus), self._nvml), HostCounters()
             while True:
                 ended = self._done.is_set()
                 log.write(
@@ -92,7 +93,12 @@ def with_descendants(pid: int) -> list[int]:
     return [pid, *descendants(pid)]
 
 
-def gpus_of_job(ranks: int) -> int | None:
-    """How many of the visible GPUs are the job's: all if somebody has chosen them, else one for each rank."""
+def gpus_used_by(ranks: int, recipe: Recipe | None) -> int:
+    """A script's ranks have a GPU each; those of a recipe may share them."""
+    return ranks if recipe is None else -(-ranks // recipe.plan.ranks_per_gpu)
+
+
+def gpus_of_job(used: int) -> int | None:
+    """How many of the visible GPUs are the job's: all if somebody has chosen them, else those that its ranks use."""
     chosen = any(name in os.environ for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"))
-    return None if chosen else ranks
+    return None if chosen else used

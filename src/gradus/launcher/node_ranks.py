@@ -18,7 +18,7 @@ from gradus.faults.parent import end_with_parent
 from gradus.faults.signals import SECOND_INTERRUPT
 from gradus.faults.stop_signals import ignore_stop_signals
 from gradus.launcher.attempt import Launch
-from gradus.launcher.device_sampler import DeviceSampler
+from gradus.launcher.device_sampler import DeviceSampler, gpus_used_by
 from gradus.launcher.drill_request import DrillWatch
 from gradus.launcher.following import POLL_SECONDS, Following
 from gradus.launcher.processes import marks, rank_processes
@@ -69,7 +69,8 @@ class NodeRanks:
         )
         self._ends_by = signal.SIGHUP if of_a_job else signal.SIGTERM
         self.output = RankOutput(outputs, part.ranks, log, part.first_rank)
-        self._devices = DeviceSampler(launch.run, launch.attempt, part.ranks, partial(descendants, self.process.pid))
+        gpus = gpus_used_by(part.ranks, launch.recipe)
+        self._devices = DeviceSampler(launch.run, launch.attempt, gpus, partial(descendants, self.process.pid))
 
     @property
     def running(self) -> bool:

@@ -17,7 +17,7 @@ from gradus.faults.parent import end_with_parent
 from gradus.faults.stop_signals import ignore_stop_signals
 from gradus.hardware.detect import usable_cores
 from gradus.launcher.attempt import Launch
-from gradus.launcher.device_sampler import DeviceSampler
+from gradus.launcher.device_sampler import DeviceSampler, gpus_used_by
 from gradus.launcher.gathering import Place
 from gradus.launcher.node_ranks import variables_of
 from gradus.launcher.processes import attempt_processes, marks
@@ -54,8 +54,8 @@ class SingleRank:
         all_here = partial(attempt_processes, launch.run.path, launch.attempt, os.environ.get("SLURMD_NODENAME"))
         self._devices: DeviceSampler | None = None
         if place.local_rank == 0 or place.own_gpu:
-            ranks, number = place.local_size, place.local_rank
-            self._devices = DeviceSampler(launch.run, launch.attempt, ranks, all_here, beside=number)
+            gpus, number = gpus_used_by(place.local_size, launch.recipe), place.local_rank
+            self._devices = DeviceSampler(launch.run, launch.attempt, gpus, all_here, beside=number)
 
     @property
     def running(self) -> bool:

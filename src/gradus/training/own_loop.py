@@ -84,7 +84,7 @@ class Run:
         cls, recipe: Recipe | str | Path | Mapping[str, Any], *, runs: str | Path = "runs", resume: str | None = None
     ) -> Run:
         """Join the other ranks, if there are any, and open the run's directory."""
-        from gradus.launcher.device_sampler import DeviceSampler, with_descendants
+        from gradus.launcher.device_sampler import DeviceSampler, gpus_used_by, with_descendants
         from gradus.launcher.given import recipe_given  # what callers of gradus.train may hand over, too
 
         try:
@@ -99,7 +99,8 @@ class Run:
         if not run._place.launched and run._place.world.local_rank == 0:  # nobody else looks at the devices
             here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             of = partial(with_descendants, os.getpid() if here == 1 else os.getppid())
-            run._handling.callback(DeviceSampler(run._place.run, run._place.attempt, here, of).close)
+            gpus = gpus_used_by(here, given)
+            run._handling.callback(DeviceSampler(run._place.run, run._place.attempt, gpus, of).close)
         run._watch()
         return run
 

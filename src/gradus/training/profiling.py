@@ -7,13 +7,14 @@ into the run's `traces/`, whole or not at all, also if the run ends earlier.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,10 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 class Profiling:
-    """The recording of one rank's steps. The thread that trains calls `at` between steps, and `phase` inside them."""
+    """The recording of one rank's steps. The thread that trains calls `at` between steps, and `phase` inside them.
+
+    Whatever goes wrong in it, in torch's profiler or on the disk, ends the recording and not the run.
+    """
 
     def __init__(
         self,
@@ -71,38 +75,56 @@ class Profiling:
         if self._over:
             return
         went_back, self._done = done <= self._done, done
-        if self.recording:
-            self._end_marks()
-            self._recorded += not went_back
-            if done >= self._window[-1] or went_back:
-                self._finish()
-                return
-            self._profiler.step()
-            self._begin_step()
-        elif done >= self._window[0] - 2:
-            self._prepare(done)
+        with self._without_harm():
+            if self.recording:
+                self._end_marks()
+                self._recorded += not went_back
+                if done >= self._window[-1] or went_back:
+                    self._finish()
+                    return
+                self._profiler.step()
+                self._begin_step()
+            elif done >= self._window[0] - 2:
+                self._prepare(done)
 
     def phase(self, kind: str) -> None:
         """From now on the thread that trains is at something else."""
         if self._step_mark is None or threading.get_ident() != self._thread:  # gradients have threads of their own
             return
-        self._end_phase()
-        self._phase_mark = _begun(f"gradus:{kind}")
+        with self._without_harm():
+            self._end_phase()
+            self._phase_mark = _begun(f"gradus:{kind}")
 
     def close(self) -> None:
         """The run ends. What was recorded until now is written."""
         if self._over:
             return
-        if self.recording:
-            self._end_marks()
-            self._finish()
-            return
-        if self._profiler is not None:
-            self._profiler.on_trace_ready = None
-            self._profiler.stop()
-        self._over = True
-        first, last = self._window[0], self._window[-1]
-        self._tell({"message": f"profile: the run ended before steps {first} to {last}: nothing was recorded"})
+        with self._without_harm():
+            if self.recording:
+                self._end_marks()
+                self._finish()
+                return
+            if self._profiler is not None:
+                self._profiler.on_trace_ready = None
+                self._profiler.stop()
+            self._over = True
+            first, last = self._window[0], self._window[-1]
+            self._tell({"message": f"profile: the run ended before steps {first} to {last}: nothing was recorded"})
+
+    @contextlib.contextmanager
+    def _without_harm(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # torch's profiler raises what it likes
+            self._over = True
+            if self._listen is not None:
+                self._listen(None)
+            profiler, self._profiler, self._step_mark, self._phase_mark = self._profiler, None, None, None
+            if profiler is not None:
+                with contextlib.suppress(Exception):
+                    profiler.stop()
+            reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._tell({"rank": self._rank, "message": f"profile: nothing could be recorded: {reason}"})
 
     def _prepare(self, done: int) -> None:
         """Set up a step ahead; where there is none, at once."""
@@ -134,25 +156,19 @@ class Profiling:
             mark.__exit__(None, None, None)
 
     def _finish(self) -> None:
-        """Stop, write, tell. Whatever goes wrong here must not end the run."""
-        self._over = True
+        """Stop, write, tell."""
         if self._listen is not None:
             self._listen(None)
         first, last = self._window[0], self._window[0] + max(self._recorded, 1) - 1
         fields: dict[str, Any] = {"rank": self._rank, "first_step": first, "last_step": last}
-        try:
-            self._traces.mkdir(mode=0o700, exist_ok=True)
-            if self._request.memory:
-                fields |= write_snapshot(self._traces, self._attempt, self._rank, self._device)
-            self._profiler.add_metadata_json("gradus", json.dumps(self._about(first, last)))
-            self._profiler.stop()
-            path = self._traces / f"attempt-{self._attempt}-rank-{self._rank}-steps-{first}-{last}.json.gz"
-            _write(self._profiler, path)
-        except (OSError, RuntimeError) as error:
-            self._tell({**fields, "message": f"profile: nothing could be written: {error}"})
-            return
-        finally:
-            self._profiler = None
+        self._traces.mkdir(mode=0o700, exist_ok=True)
+        if self._request.memory:
+            fields |= write_snapshot(self._traces, self._attempt, self._rank, self._device)
+        self._profiler.add_metadata_json("gradus", json.dumps(self._about(first, last)))
+        self._profiler.stop()
+        path = self._traces / f"attempt-{self._attempt}-rank-{self._rank}-steps-{first}-{last}.json.gz"
+        _write(self._profiler, path)
+        self._over, self._profiler = True, None
         missing = len(self._window) - self._recorded
         early = f" ({missing} fewer than asked for: the run ended)" if missing > 0 else ""
         self._tell(
