@@ -143,7 +143,10 @@ def demise_of(evidence: Evidence) -> Demise | None:
     submitted = bool(submissions(run))
     if not run.attempts and not submitted:
         return None
-    now = standing(run, evidence.status, queue(0), thorough=True) if submitted else None
+    now = None
+    if submitted:
+        asked, thorough = (queue(), False) if evidence.is_watched else (queue(0), True)
+        now = standing(run, evidence.status, asked, thorough=thorough)
     state = now.state if now is not None else local_state(evidence.status)
     if state not in ("failed", "lost", "queued"):
         return None

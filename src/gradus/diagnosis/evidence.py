@@ -56,6 +56,7 @@ class Evidence:
 
     run: RunDirectory | None = None
     trace_paths: tuple[Path, ...] = ()
+    is_watched: bool = False  # looked at again and again: what the scheduler said a few seconds ago will do
 
     @classmethod
     def of_run(cls, run: RunDirectory) -> Evidence:

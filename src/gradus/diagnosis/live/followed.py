@@ -128,7 +128,7 @@ class Followed:
         begun = time.monotonic()
         try:
             # Without traces: a big one takes a minute to look through.
-            self._found = explain(Evidence(self.run)).findings
+            self._found = explain(Evidence(self.run, is_watched=True)).findings
         except Exception as error:  # a run that cannot be judged can still be watched
             self.on_problem(f"{self.run.path}: not judged: {type(error).__name__}: {error}")
             self._found = None
