@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, numbers_of, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, numbers_of, progress, run_bench
 from gradus.cli.bench_precision import LimitOption, ModelOption, RecipeArgument
 from gradus.cli.bench_table import UNKNOWN, decimal, print_table
 from gradus.cli.options import JsonOption, SetOption
-from gradus.cli.output import run_command
 from gradus.record.format import metric_text
-from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED
+
+if TYPE_CHECKING:
+    from gradus.bench.result import BenchResult
 
 
 def batch_size(
@@ -35,42 +36,46 @@ def batch_size(
     The learning rate grows in proportion to the batch. Without a recipe: 1,797 handwritten digits and a small network.
     """
 
-    def measure() -> int:
+    def measure() -> BenchResult:
         from gradus.bench.batch_size import batch_size as measured
         from gradus.bench.batch_size import digits
         from gradus.bench.tried_recipe import given, plan_here
         from gradus.planner.resolve import resolved
         from gradus.schema.recipe import Recipe
 
-        check_html(html)
         sizes = numbers_of(batches, "--batch", least=1)
         if recipe is None and model is None:
             found = resolved(Recipe.from_document(digits(), "digits", set_))
         else:
             found = given(recipe, model, set_)
         plan = plan_here(found, 1)[0].plan
-        result = measured(
+        return measured(
             found, plan, sizes, samples, seeds=seeds, say=progress, warm_up_share=warm_up, limit_seconds=limit
         )
-        if not json:
-            name = result.summary["metric"]
-            print(f"{result.title}; {samples:,} samples each, learning rate in proportion to the batch; measured here")
-            rows = [
-                (
-                    str(row["batch"]),
-                    "yes" if row["warmup"] else "no",
-                    str(row["steps"]),
-                    decimal(row["lr"]),
-                    "diverged" if row["diverged"] else UNKNOWN if row[name] is None else metric_text(name, row[name]),
-                    decimal(row["training_loss"]),
-                )
-                for row in result.rows
-            ]
-            print_table(("batch", "warm-up", "steps", "lr", name.replace("_", " "), "training loss"), rows)
-            for row in result.rows:
-                if row["why"]:
-                    print(f"batch {row['batch']}: {row['why']}")
-        failed = all(row["why"] for row in result.rows)
-        return finish(result, json, html, save, exit_code=EXIT_FAILED if failed else EXIT_FINISHED)
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, _show, as_json=json, html=html, save=save, failed=_nothing_measured)
+
+
+def _nothing_measured(result: BenchResult) -> bool:
+    return all(row["why"] for row in result.rows)
+
+
+def _show(result: BenchResult) -> None:
+    name = result.summary["metric"]
+    samples = f"{result.settings['samples']:,}"
+    print(f"{result.title}; {samples} samples each, learning rate in proportion to the batch; measured here")
+    rows = [
+        (
+            str(row["batch"]),
+            "yes" if row["warmup"] else "no",
+            str(row["steps"]),
+            decimal(row["lr"]),
+            "diverged" if row["diverged"] else UNKNOWN if row[name] is None else metric_text(name, row[name]),
+            decimal(row["training_loss"]),
+        )
+        for row in result.rows
+    ]
+    print_table(("batch", "warm-up", "steps", "lr", name.replace("_", " "), "training loss"), rows)
+    for row in result.rows:
+        if row["why"]:
+            print(f"batch {row['batch']}: {row['why']}")

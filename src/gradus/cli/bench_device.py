@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, progress, run_bench
 from gradus.cli.options import JsonOption
-from gradus.cli.output import run_command
 from gradus.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ def device(
 ) -> None:
     """Matrix products by type, memory and copies, beside the catalogue's numbers."""
 
-    def measure() -> int:
-        check_html(html)
+    def measure() -> BenchResult:
         if size is not None and size % 16:
             raise InputError(
                 f"--size: found {size}, allowed: a multiple of 16, or tensor cores are left out",
@@ -58,12 +56,9 @@ def device(
                 allowed=f"less than {count}" if count else "none",
             )
         chosen = torch.device("cpu") if cpu else rank_device(gpu or 0)
-        result = bench_device(chosen, size=size, memory_mib=memory_mib, seconds=seconds, rounds=rounds, say=progress)
-        if not json:
-            print_device(result)
-        return finish(result, json, html, save)
+        return bench_device(chosen, size=size, memory_mib=memory_mib, seconds=seconds, rounds=rounds, say=progress)
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, print_device, as_json=json, html=html, save=save)
 
 
 def print_device(result: BenchResult) -> None:

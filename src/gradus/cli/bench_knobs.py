@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, progress, run_bench
 from gradus.cli.bench_precision import BatchOption, LimitOption, ModelOption, RecipeArgument
 from gradus.cli.bench_table import UNKNOWN, print_table, share, times
 from gradus.cli.options import JsonOption, SetOption
-from gradus.cli.output import run_command
-from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, InputError, unknown_name
+from gradus.schema.errors import InputError, unknown_name
+
+if TYPE_CHECKING:
+    from gradus.bench.result import BenchResult
 
 
 def knobs(
@@ -48,13 +50,14 @@ def knobs(
     single GPU or a CPU both ranks are on it.
     """
 
-    def measure() -> int:
+    def measure() -> BenchResult:
         from gradus.bench.knobs import KNOBS
         from gradus.bench.knobs import knobs as measured
+        from gradus.bench.ranks import check_one_process
         from gradus.bench.tried_recipe import given
         from gradus.hardware.cluster import detect_cluster
 
-        check_html(html)
+        check_one_process()
         names = tuple(knob.name for knob in KNOBS)
         chosen = tuple(name.strip() for name in only.split(",")) if only else names
         for name in chosen:
@@ -69,7 +72,7 @@ def knobs(
                 found=found.batch,
                 allowed="a multiple of 4",
             )
-        result = measured(
+        return measured(
             found,
             detect_cluster(),
             repeats=repeats,
@@ -78,27 +81,32 @@ def knobs(
             limit_seconds=limit,
             only=chosen,
         )
-        if not json:
-            print(f"{result.title}; batch {found.batch}, {repeats} trials each, in turns; measured here")
-            header = ("knob", "speed", "noise", "memory", "faster/smaller", "claimed")
-            rows = [
-                (
-                    row["knob"],
-                    times(row["speed_ratio"]),
-                    share(row["noise"]),
-                    times(row["memory_ratio"]),
-                    UNKNOWN if row["faster"] is None else f"{_word(row['faster'])}/{_word(row['smaller'])}",
-                    row["claim"],
-                )
-                for row in result.rows
-            ]
-            print_table(header, rows)
-            for note in result.notes:
-                print(note)
-        nothing = all(row["speed_ratio"] is None for row in result.rows)
-        return finish(result, json, html, save, exit_code=EXIT_FAILED if nothing else EXIT_FINISHED)
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, _show, as_json=json, html=html, save=save, failed=_nothing_measured)
+
+
+def _nothing_measured(result: BenchResult) -> bool:
+    return all(row["speed_ratio"] is None for row in result.rows)
+
+
+def _show(result: BenchResult) -> None:
+    asked = result.settings
+    print(f"{result.title}; batch {asked['batch']}, {asked['repeats']} trials each, in turns; measured here")
+    header = ("knob", "speed", "noise", "memory", "faster/smaller", "claimed")
+    rows = [
+        (
+            row["knob"],
+            times(row["speed_ratio"]),
+            share(row["noise"]),
+            times(row["memory_ratio"]),
+            UNKNOWN if row["faster"] is None else f"{_word(row['faster'])}/{_word(row['smaller'])}",
+            row["claim"],
+        )
+        for row in result.rows
+    ]
+    print_table(header, rows)
+    for note in result.notes:
+        print(note)
 
 
 def _word(yes: bool) -> str:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, numbers_of, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, numbers_of, progress, run_bench
 from gradus.cli.options import JsonOption, SetOption
-from gradus.cli.output import run_command
 
 if TYPE_CHECKING:
     from gradus.bench.result import BenchResult
@@ -35,22 +34,18 @@ def loader(
 ) -> None:
     """Load a recipe's data with several numbers of workers, and in micro-batches of several sizes."""
 
-    def measure() -> int:
+    def measure() -> BenchResult:
         from gradus.cli.given_work import given_recipe
 
-        check_html(html)
         counts = numbers_of(workers, "--workers") if workers else None
         sizes = numbers_of(batch, "--batch", least=1) if batch else None
         loaded = given_recipe("bench loader", recipe, set_, None, Path("runs"))
         from gradus.bench.loader import bench_loader
 
         with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no part of our document
-            result = bench_loader(loaded, counts, sizes, seconds=seconds, rounds=rounds, say=progress)
-        if not json:
-            print_loader(result)
-        return finish(result, json, html, save)
+            return bench_loader(loaded, counts, sizes, seconds=seconds, rounds=rounds, say=progress)
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, print_loader, as_json=json, html=html, save=save)
 
 
 def print_loader(result: BenchResult) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, progress, run_bench
 from gradus.cli.bench_precision import BatchOption, ModelOption, RecipeArgument
 from gradus.cli.bench_table import decimal, print_table, share
 from gradus.cli.options import JsonOption, SetOption
-from gradus.cli.output import run_command
 from gradus.schema.errors import unknown_name
+
+if TYPE_CHECKING:
+    from gradus.bench.result import BenchResult
 
 
 def numerics(
@@ -35,12 +37,11 @@ def numerics(
     A scale may be shared by a tensor, a row, or a block of 128 numbers; `loss` is fp16 with a loss scale of 65,536.
     """
 
-    def measure() -> int:
+    def measure() -> BenchResult:
         from gradus.bench.number_formats import FORMATS
         from gradus.bench.numerics import numerics as measured
         from gradus.bench.tried_recipe import given, plan_here
 
-        check_html(html)
         names = tuple(name.strip() for name in formats.split(","))
         for name in names:
             if name not in FORMATS:
@@ -48,40 +49,41 @@ def numerics(
         found = given(recipe, model, set_, batch=batch_size)
         plan = plan_here(found, 1)[0].plan
         with contextlib.redirect_stdout(sys.stderr):  # what a user's code prints is no part of our document
-            result = measured(found, plan, steps=steps, formats=names, say=progress)
-        if not json:
-            print(f"{result.title}: {result.summary['layers']} layers, step {steps}; measured here")
-            for kind, found_range in result.summary["ranges"].items():
-                low, high = found_range["lowest_power_of_two"], found_range["highest_power_of_two"]
-                print(f"  {kind}s lie between 2^{low:.0f} and 2^{high:.0f}, {found_range['zeros']:.0%} of them are 0")
-            header = (
-                "what",
-                "format",
-                "scale",
-                "SNR dB",
-                "rel. error",
-                "to zero",
-                "too large",
-                "worst dB",
-                "worst layer",
-            )
-            rows = [
-                (
-                    row["kind"],
-                    row["format"],
-                    row["scale"],
-                    decimal(row["snr_db"], 3),
-                    decimal(row["relative_error"], 2),
-                    share(row["underflow"], 2),
-                    share(row["overflow"], 2),
-                    decimal(row["worst_snr_db"], 3),
-                    row["worst_layer"],
-                )
-                for row in sorted(result.rows, key=lambda row: row["kind"])
-            ]
-            print_table(header, rows)
-            for note in result.notes:
-                print(note)
-        return finish(result, json, html, save)
+            return measured(found, plan, steps=steps, formats=names, say=progress)
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, _show, as_json=json, html=html, save=save)
+
+
+def _show(result: BenchResult) -> None:
+    print(f"{result.title}: {result.summary['layers']} layers, step {result.settings['steps']}; measured here")
+    for kind, found_range in result.summary["ranges"].items():
+        low, high = found_range["lowest_power_of_two"], found_range["highest_power_of_two"]
+        print(f"  {kind}s lie between 2^{low:.0f} and 2^{high:.0f}, {found_range['zeros']:.0%} of them are 0")
+    header = (
+        "what",
+        "format",
+        "scale",
+        "SNR dB",
+        "rel. error",
+        "to zero",
+        "too large",
+        "worst dB",
+        "worst layer",
+    )
+    rows = [
+        (
+            row["kind"],
+            row["format"],
+            row["scale"],
+            decimal(row["snr_db"], 3),
+            decimal(row["relative_error"], 2),
+            share(row["underflow"], 2),
+            share(row["overflow"], 2),
+            decimal(row["worst_snr_db"], 3),
+            row["worst_layer"],
+        )
+        for row in sorted(result.rows, key=lambda row: row["kind"])
+    ]
+    print_table(header, rows)
+    for note in result.notes:
+        print(note)

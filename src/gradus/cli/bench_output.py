@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from gradus.cli.output import print_json, shown
-from gradus.schema.errors import EXIT_FINISHED, InputError
+from gradus.cli.output import print_json, run_command, shown
+from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, InputError
 
 if TYPE_CHECKING:
     from gradus.bench.result import BenchResult
@@ -24,6 +25,29 @@ SAVED = Path("runs") / "bench"
 def progress(text: str) -> None:
     """What is being done now: to people who wait, never into the document."""
     print(text, file=sys.stderr, flush=True)
+
+
+def run_bench(
+    measure: Callable[[], BenchResult | None],
+    show: Callable[[BenchResult], None],
+    *,
+    as_json: bool,
+    html: str | None,
+    save: bool,
+    failed: Callable[[BenchResult], bool] = lambda result: False,
+) -> NoReturn:
+    """A whole command: measure, show it to people, keep what was asked for. Of several processes one has a result."""
+
+    def command() -> int:
+        check_html(html)
+        result = measure()
+        if result is None:
+            return EXIT_FINISHED
+        if not as_json:
+            show(result)
+        return finish(result, as_json, html, save, exit_code=EXIT_FAILED if failed(result) else EXIT_FINISHED)
+
+    raise typer.Exit(run_command(command, as_json))
 
 
 def finish(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, progress, run_bench
 from gradus.cli.bench_table import decimal, print_table, rate, share, size, times
 from gradus.cli.options import JsonOption, SetOption
-from gradus.cli.output import run_command
-from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, unknown_name
+from gradus.schema.errors import unknown_name
 
 RecipeArgument = Annotated[str | None, typer.Argument(help="A recipe.yaml; or give --model.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="A name that gradus models lists, on made-up data.")]
@@ -19,6 +18,9 @@ BatchOption = Annotated[
 ]
 NprocOption = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks here. Default: the GPUs, else 1.")]
 LimitOption = Annotated[float, typer.Option("--trial-seconds", min=1, help="A trial that takes longer is ended.")]
+
+if TYPE_CHECKING:
+    from gradus.bench.result import BenchResult
 
 
 def precision(
@@ -39,13 +41,12 @@ def precision(
 ) -> None:
     """Compare fp32, tf32, fp16, bf16 and fp8: speed, memory, and the loss with the same seed and samples."""
 
-    def measure() -> int:
+    def measure() -> BenchResult:
         from gradus.bench.precision import PRECISIONS
         from gradus.bench.precision import precision as measured
         from gradus.bench.tried_recipe import given, plan_here
         from gradus.schema.plan import Precision
 
-        check_html(html)
         names = [name.strip() for name in precisions.split(",")]
         for name in names:
             if name not in PRECISIONS:
@@ -53,29 +54,35 @@ def precision(
         found = given(recipe, model, set_, batch=batch_size)
         choice, cluster = plan_here(found, nproc)
         wanted = cast("list[Precision]", names)
-        result = measured(
+        return measured(
             found, choice.plan, cluster, wanted, steps=steps, repeats=repeats, say=progress, limit_seconds=limit
         )
-        if not json:
-            print(f"{result.title}; batch {found.batch}, {repeats} trials of {steps} steps, in turns; measured here")
-            header = ("precision", "speed", "±", "over first", "memory", "over first", "loss", "gap")
-            rows = [
-                (
-                    row["precision"],
-                    rate(row["samples_per_second"]),
-                    share(row["spread"]),
-                    times(row["speed_up"]),
-                    size(row["memory_bytes"]),
-                    times(row["memory_ratio"]),
-                    decimal(row["loss"]),
-                    share(row["loss_gap"], 2),
-                )
-                for row in result.rows
-            ]
-            print_table(header, rows)
-            for note in result.notes:
-                print(note)
-        nothing = all(row["state"] != "measured" for row in result.rows)
-        return finish(result, json, html, save, exit_code=EXIT_FAILED if nothing else EXIT_FINISHED)
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, _show, as_json=json, html=html, save=save, failed=_nothing_measured)
+
+
+def _nothing_measured(result: BenchResult) -> bool:
+    return all(row["state"] != "measured" for row in result.rows)
+
+
+def _show(result: BenchResult) -> None:
+    asked = result.settings
+    trials = f"{asked['repeats']} trials of {asked['steps']} steps"
+    print(f"{result.title}; batch {asked['batch']}, {trials}, in turns; measured here")
+    header = ("precision", "speed", "±", "over first", "memory", "over first", "loss", "gap")
+    rows = [
+        (
+            row["precision"],
+            rate(row["samples_per_second"]),
+            share(row["spread"]),
+            times(row["speed_up"]),
+            size(row["memory_bytes"]),
+            times(row["memory_ratio"]),
+            decimal(row["loss"]),
+            share(row["loss_gap"], 2),
+        )
+        for row in result.rows
+    ]
+    print_table(header, rows)
+    for note in result.notes:
+        print(note)

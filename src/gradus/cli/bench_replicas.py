@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradus.cli.bench_model import check_precision, model_options
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, numbers_of, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, numbers_of, progress, run_bench
 from gradus.cli.options import JsonOption, SetOption
-from gradus.cli.output import run_command
 from gradus.record.format import bytes_text
 from gradus.schema.errors import InputError
 
@@ -41,8 +40,7 @@ def replicas(
 ) -> None:
     """Run several processes on one GPU, or on the CPU, against one."""
 
-    def measure() -> int:
-        check_html(html)
+    def measure() -> BenchResult:
         check_precision(precision)
         wanted = numbers_of(counts, "--replicas", least=1)
         if 1 not in wanted:
@@ -75,12 +73,9 @@ def replicas(
             from gradus.cli.given_work import given_recipe
 
             work = RecipeSteps(given_recipe("bench replicas", recipe, set_, None, Path("runs")), *times)
-        result = bench_replicas(work, wanted, rounds, averaged=averaged, use_mps=mps, say=progress)
-        if not json:
-            print_replicas(result)
-        return finish(result, json, html, save)
+        return bench_replicas(work, wanted, rounds, averaged=averaged, use_mps=mps, say=progress)
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, print_replicas, as_json=json, html=html, save=save)
 
 
 def print_replicas(result: BenchResult) -> None:

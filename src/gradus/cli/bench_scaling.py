@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradus.cli.bench_model import check_precision, model_options
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, numbers_of, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, numbers_of, progress, run_bench
 from gradus.cli.options import JsonOption, SetOption
-from gradus.cli.output import run_command
 from gradus.schema.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -47,8 +46,7 @@ def scaling(
 ) -> None:
     """Run on 1, 2, 4, ... ranks, or read logs: speed-up, efficiency, Amdahl fraction."""
 
-    def measure() -> int:
-        check_html(html)
+    def measure() -> BenchResult:
         given = [name for name, value in (("RECIPE", recipe), ("--model", model), ("--log", log)) if value]
         if len(given) != 1:
             raise InputError(
@@ -64,24 +62,20 @@ def scaling(
 
         counts = numbers_of(ranks, "--ranks", least=1) if ranks else default_counts()
         if log:
-            result = scaling_of_logs(log)
-        elif model is not None:
+            return scaling_of_logs(log)
+        if model is not None:
             from gradus.bench.synthetic import Synthetic
 
             check_precision(precision)
             times = (num_warmup_batches, num_batches_per_iter, num_iters)
             work = Synthetic(model, model_options(set_), batch_size, *times, precision, compile_)
-            result = scaling_of_model(work, counts, mode, rounds, progress)  # type: ignore[arg-type]
-        else:
-            from gradus.cli.given_work import given_recipe
+            return scaling_of_model(work, counts, mode, rounds, progress)  # type: ignore[arg-type]
+        from gradus.cli.given_work import given_recipe
 
-            loaded = given_recipe("bench scaling", recipe, set_, None, Path("runs"))
-            result = scaling_of_recipe(loaded, counts, mode, rounds, steps, progress)  # type: ignore[arg-type]
-        if not json:
-            print_scaling(result)
-        return finish(result, json, html, save)
+        loaded = given_recipe("bench scaling", recipe, set_, None, Path("runs"))
+        return scaling_of_recipe(loaded, counts, mode, rounds, steps, progress)  # type: ignore[arg-type]
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, print_scaling, as_json=json, html=html, save=save)
 
 
 def print_scaling(result: BenchResult) -> None:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, progress, run_bench
 from gradus.cli.options import JsonOption
-from gradus.cli.output import run_command
 from gradus.schema.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,10 +32,9 @@ def storage(
 ) -> None:
     """Read a large file, random pieces of it, and many small files, with the page cache dropped."""
 
-    def measure() -> int:
+    def measure() -> BenchResult:
         from gradus.bench.storage import Asked, bench_storage
 
-        check_html(html)
         if sample_kib > file_mib * 1024:
             raise InputError(
                 f"--sample-kib: found {sample_kib}, which is more than the large file of {file_mib} MiB",
@@ -44,12 +42,9 @@ def storage(
                 found=sample_kib,
                 allowed=f"at most {file_mib * 1024}",
             )
-        result = bench_storage(path, Asked(file_mib, sample_kib, files, seconds, rounds), against, progress)
-        if not json:
-            print_storage(result)
-        return finish(result, json, html, save)
+        return bench_storage(path, Asked(file_mib, sample_kib, files, seconds, rounds), against, progress)
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, print_storage, as_json=json, html=html, save=save)
 
 
 def print_storage(result: BenchResult) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradus.cli.bench_model import check_precision, model_options
-from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish, progress
+from gradus.cli.bench_output import HtmlOption, SaveOption, progress, run_bench
 from gradus.cli.options import JsonOption, SetOption
-from gradus.cli.output import run_command
-from gradus.schema.errors import EXIT_FINISHED
+
+if TYPE_CHECKING:
+    from gradus.bench.result import BenchResult
 
 
 def synthetic(
@@ -32,11 +33,10 @@ def synthetic(
 ) -> None:
     """Train a model on random data, and say how many samples a second that makes. Under srun or mpirun: all ranks."""
 
-    def measure() -> int:
+    def measure() -> BenchResult | None:
         from gradus.bench.synthetic import Synthetic
         from gradus.bench.synthetic import synthetic as measured
 
-        check_html(html)
         check_precision(precision)
         work = Synthetic(
             model,
@@ -50,7 +50,6 @@ def synthetic(
             channels_last,
             nproc,
         )
-        result = measured(work, progress if json else lambda line: print(line, flush=True))
-        return EXIT_FINISHED if result is None else finish(result, json, html, save)
+        return measured(work, progress if json else lambda line: print(line, flush=True))
 
-    raise typer.Exit(run_command(measure, json))
+    run_bench(measure, lambda result: None, as_json=json, html=html, save=save)  # its lines are printed as they come
