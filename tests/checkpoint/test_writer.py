@@ -116,7 +116,7 @@ def test_memory_that_was_prepared_is_there_before_the_first_save() -> None:
 def test_without_memory_for_a_copy_it_says_so_and_writes_while_training_waits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_module, "memory_left", lambda: 0)
+    monkeypatch.setattr(snapshot_module, "available_memory", lambda: 0)
     tensors = {**state(1.0, numbers=5_000_000), "transposed": torch.randn(30, 50).t(), "more": torch.randn(2_000_000)}
     with writing(folder) as writer:
         writer.prepare(20_000_000)
@@ -137,7 +137,7 @@ def test_without_memory_for_a_copy_it_says_so_and_writes_while_training_waits(
 def test_memory_that_others_take_in_the_meantime_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     answers = iter([total, total, 0])  # before, at the first pages, and at the next ones
-    monkeypatch.setattr(snapshot_module, "memory_left", lambda: next(answers))
+    monkeypatch.setattr(snapshot_module, "available_memory", lambda: next(answers))
     monkeypatch.setattr(snapshot_module, "_CHUNK_BYTES", 10_000_000 // 4096 * 4096)
     room = Snapshot(CPU)
     with pytest.raises(NotEnoughMemory, match="are left"):

@@ -21,9 +21,7 @@ def test_the_controller_is_not_asked_anew_for_each_look_at_a_run_that_is_watched
     (run.job / "jobs.jsonl").write_text(json.dumps(line) + "\n")
     asked: list[object] = []
     monkeypatch.setattr(demise, "queue", lambda *fresh: asked.append(fresh))
-    monkeypatch.setattr(
-        demise, "standing", lambda *a, thorough: (asked.append(thorough), Standing("queued", "7"))[1]
-    )
+    monkeypatch.setattr(demise, "standing", lambda *a, thorough: (asked.append(thorough), Standing("queued", "7"))[1])
     found = demise.demise_of(Evidence(run, is_watched=is_watched))
     assert found is not None
     assert found.state == "queued"

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from gradus.bench.interleaved import Spread, interleaved
-from gradus.bench.result import BenchResult, bench_environment, cpu_name
+from gradus.bench.result import BenchResult, bench_environment
 from gradus.hardware.catalogue import Gpu, find_gpu
+from gradus.hardware.host import cpu_name
 from gradus.record.chart import Bars
 
 MIB = 2**20

@@ -89,7 +89,6 @@ FORMATS = {
         NumberFormat("e2m1", 2, 1, 1, 6.0, SCALED[1:]),
     )
 }
-TITLES = {"e4m3": "FP8 E4M3", "e5m2": "FP8 E5M2", "e3m2": "FP6 E3M2", "e2m3": "FP6 E2M3", "e2m1": "FP4 E2M1"}
 
 
 @dataclass(frozen=True)

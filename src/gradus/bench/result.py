@@ -100,21 +100,13 @@ def is_bench_result(path: Path) -> bool:
 def bench_environment() -> dict[str, Any]:
     """Versions, machine and GPUs; a benchmark's file travels, so of the source only the commit."""
     from gradus.hardware.detect import detect_machine
+    from gradus.hardware.host import cpu_name
 
     machine = detect_machine()
     found = environment([asdict(gpu) for gpu in machine.gpus])
     if "git" in found:
         found["git"] = {"commit": found["git"]["commit"], "changed": bool(found["git"].get("diff"))}
     return {**found, "cpu": cpu_name(), "cpu_cores": machine.cpu_cores}
-
-
-def cpu_name() -> str | None:
-    """What the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _no_result(path: Path, found: str) -> InputError:

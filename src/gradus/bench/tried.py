@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from gradus.hardware.cgroup import memory_left
 from gradus.hardware.detect import detect_machine
+from gradus.hardware.host import available_memory
 from gradus.launcher.torchrun import LOOPBACK, free_port, rank_environment
 from gradus.record.directory import RunDirectory
 from gradus.schema.errors import GradusError
@@ -357,11 +357,7 @@ def memory_notes(device: str) -> tuple[str, ...]:
 
 def host_memory_for(ranks: int) -> int | None:
     """What a rank on a CPU may take, so that a trial cannot take the machine down."""
-    left = memory_left()
-    with contextlib.suppress(OSError, ValueError, StopIteration), Path("/proc/meminfo").open() as lines:
-        words = next(line for line in lines if line.startswith("MemAvailable:")).split()
-        available = int(words[1]) * 1024
-        left = available if left is None else min(left, available)
+    left = available_memory()
     return round(left * _SHARE_OF_HOST_MEMORY / ranks) if left is not None else None
 
 

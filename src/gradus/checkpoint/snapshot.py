@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from gradus.checkpoint.owners import local_tensor, part_layout
 from gradus.checkpoint.part import Entry, PartLayout
 from gradus.checkpoint.reading import DTYPES
-from gradus.hardware.cgroup import memory_left
+from gradus.hardware.host import available_memory, physical_memory
 from gradus.record.format import bytes_text
 
 if TYPE_CHECKING:
@@ -143,13 +142,8 @@ def _make_pages(memory: Tensor) -> None:
 
 
 def _check_left(more: int, size: int) -> None:
-    found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    kibibytes = {name: int(found[name].split()[0]) for name in ("MemTotal", "MemAvailable")}
-    left = kibibytes["MemAvailable"] * 1024
-    of_group = memory_left()
-    if of_group is not None:
-        left = min(left, of_group)
-    if left - more < _LEFT_TO_OTHERS * kibibytes["MemTotal"] * 1024:
+    left, whole = available_memory(), physical_memory()[0]
+    if left is not None and whole is not None and left - more < _LEFT_TO_OTHERS * whole:
         raise NotEnoughMemory(
             f"a copy of this rank's state takes {bytes_text(size)} of host memory, of which {bytes_text(left)} are left"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gradus.hardware.cgroup import cpu_quota, cpu_seconds_used, memory_left, memory_limit
 from gradus.hardware.detect import within_quota
+from gradus.hardware.host import physical_memory
 from gradus.schema.device_sample import HostSample
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -96,8 +97,7 @@ class HostCounters:
 
     def _memory(self) -> tuple[int | None, int | None]:
         limit, left = memory_limit(), memory_left()
-        physical = _kib(_text(self._proc / "meminfo"))
-        total, available = physical.get("MemTotal"), physical.get("MemAvailable")
+        total, available = physical_memory(self._proc)
         if limit is not None and left is not None and (total is None or limit < total):
             return max(0, limit - left), limit
         return (None if total is None or available is None else total - available), total
@@ -115,12 +115,6 @@ class HostCounters:
             int(io["read_bytes"]) if "read_bytes" in io else None,
             int(io["write_bytes"]) if "write_bytes" in io else None,
         )
-
-
-def _kib(text: str) -> dict[str, int]:
-    """/proc/meminfo in bytes."""
-    pairs = [line.split() for line in text.splitlines()]
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs if len(words) >= 2 and words[1].isdigit()}
 
 
 def _text(file: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradus.data.loader import MicroBatch
+from gradus.hardware.host import cpu_name
 from gradus.parallel.world import alone
 from gradus.planner.calibration import Measured
 from gradus.record.directory import RunDirectory
@@ -144,7 +145,7 @@ def _between(start: Any, end: Any) -> float:
 def _measured(steps: list[_Seconds], device: torch.device) -> Measured:
     middle = statistics.median
     found = Measured(
-        device=_processor(),
+        device=cpu_name() or "CPU",
         software=f"torch {torch.__version__}",
         steps=len(steps),
         seconds=middle(step.total for step in steps),
@@ -163,10 +164,3 @@ def _measured(steps: list[_Seconds], device: torch.device) -> Measured:
         reserved_bytes=torch.cuda.max_memory_reserved(device),
         context_bytes=context if 0 < context <= LARGEST_CONTEXT else None,
     )
-
-
-def _processor() -> str:
-    """What the CPU is called."""
-    with Path("/proc/cpuinfo").open() as lines:
-        named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return next(named, "CPU")

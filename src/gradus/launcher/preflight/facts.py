@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradus.hardware.cgroup import memory_left
 from gradus.hardware.detect import detect_machine
 from gradus.hardware.gpu_health import read_gpu_health
+from gradus.hardware.host import available_memory
 from gradus.launcher.own_address import machine_identity, own_address
 from gradus.record.node import node_name
 
@@ -80,7 +80,7 @@ def node_facts(shared: Path, local: str | None = None, interface: str | None = N
         versions=_versions(machine.driver_version),
         cores=machine.cpu_cores,
         memory_bytes=machine.memory_bytes,
-        memory_available_bytes=_available_memory(),
+        memory_available_bytes=available_memory() or 0,
         space={
             "shared": _space(shared),
             "local": _space(Path(local or _local_folder())),
@@ -128,12 +128,3 @@ def _space(path: Path) -> Space | str:
 
 def _local_folder() -> str:
     return os.environ.get("SLURM_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-
-
-def _available_memory() -> int:
-    available = 0
-    with contextlib.suppress(OSError, StopIteration, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-    left = memory_left()
-    return available if left is None else min(available, left)
