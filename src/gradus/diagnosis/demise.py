@@ -54,10 +54,15 @@ class Demise:
         """What the rank that failed first said."""
         return "\n".join((self.message, self.traceback, str(self.error.get("output") or "")))
 
+    @property
+    def is_an_effect(self) -> bool:
+        """Whether the error only says that something went wrong elsewhere."""
+        return self.error.get("kind") in _EFFECTS
+
     @cached_property
     def text(self) -> str:
         """That, and where it does not tell what happened, what all others said too."""
-        return self.said if self.error.get("kind") not in _EFFECTS else "\n".join((self.said, self.log))
+        return self.said if not self.is_an_effect else "\n".join((self.said, self.log))
 
     @cached_property
     def log(self) -> str:

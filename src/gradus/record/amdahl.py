@@ -62,8 +62,8 @@ def efficiency(measured: Measured, baseline: Measured) -> float:
     return speed_up(measured, baseline) * baseline.gpus / measured.gpus
 
 
-def fraction_of(times: float, gpus: int) -> float:
-    """Of one speed-up over a single GPU."""
+def fraction_of(times: float, gpus: float) -> float:
+    """Of one speed-up on so many times as many GPUs."""
     assert gpus > 1, gpus
     return (1 - 1 / times) / (1 - 1 / gpus)
 

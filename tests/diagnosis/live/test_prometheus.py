@@ -15,7 +15,7 @@ import yaml
 from watched_runs import begin, fail, save, say, train
 
 from gradus.diagnosis.live.followed import KEPT_SECONDS, Folder
-from gradus.diagnosis.live.prometheus import exposition, names, write_textfile
+from gradus.diagnosis.live.prometheus import FAMILIES, exposition, write_textfile
 from gradus.record.append_log import AppendLog
 from gradus.record.device_log import DeviceLog
 from gradus.record.directory import RunDirectory
@@ -187,7 +187,7 @@ def test_a_text_file_is_whole_or_not_there_and_others_may_read_it(tmp_path):
 def test_alerts_speak_only_of_metrics_that_there_are():
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     named = {name for rule in rules for name in re.findall(r"gradus_\w+", rule["expr"])}
-    assert named <= set(names())
+    assert named <= set(FAMILIES)
     assert len(rules) >= 8
 
 

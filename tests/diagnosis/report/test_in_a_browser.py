@@ -16,7 +16,7 @@ from report_runs import made_up_run
 
 from gradus.diagnosis.report.comparison import compare
 from gradus.diagnosis.report.comparison_page import comparison_page
-from gradus.diagnosis.report.run_report import report_page
+from gradus.diagnosis.report.run_report import RunReport
 from gradus.record.directory import RunDirectory
 
 pytestmark = browser.needed
@@ -74,7 +74,7 @@ def luminance(colour: str) -> float:
 def page(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     run = made_up_run(folder, ranks=4, attempts=((1, 45), (41, 60)), slow_rank=1, steps=60)
-    (folder / "report.html").write_text(report_page(run))
+    (folder / "report.html").write_text(RunReport(run).page())
     return folder / "report.html"
 
 
@@ -138,7 +138,7 @@ def test_the_report_of_a_real_run_is_complete_and_its_pictures_are_taken(tmp_pat
         _train(tmp_path, name, ranks, steps)
     runs = [RunDirectory.open(name, tmp_path / "runs") for name in ("one", "two")]
     report, comparison = tmp_path / "report.html", tmp_path / "comparison.html"
-    report.write_text(report_page(runs[1]))
+    report.write_text(RunReport(runs[1]).page())
     comparison.write_text(comparison_page(compare(runs)))
     for page in (report, comparison):
         assert page.stat().st_size < 1_000_000

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from report_runs import made_up_run
 
-from gradus.diagnosis.report.run_report import RunReport, report_page
+from gradus.diagnosis.report.run_report import RunReport
 from gradus.record.directory import RunDirectory
 from gradus.record.page_html import Head, Section
 
@@ -49,7 +49,7 @@ def run(tmp_path_factory) -> RunDirectory:
 
 @pytest.fixture(scope="module")
 def page(run) -> str:
-    return report_page(run)
+    return RunReport(run).page()
 
 
 def test_it_loads_nothing_from_anywhere(page):
@@ -144,17 +144,17 @@ def test_a_run_that_never_logged_a_step_has_a_page(tmp_path):
     assert facts(head)["loss"] == "unavailable"
     assert "No step was logged" in sections["training"].html
     assert "No attempt has begun yet." in sections["attempts"].html
-    assert "<figure" not in report_page(run)
+    assert "<figure" not in RunReport(run).page()
 
 
 def test_a_broken_last_line_is_normal_and_a_broken_one_before_it_is_told(tmp_path):
     run = made_up_run(tmp_path)
     with run.metrics_path.open("a") as file:
         file.write('{"step": 61, "att')
-    assert "could not be read" not in report_page(run)
+    assert "could not be read" not in RunReport(run).page()
     with run.metrics_path.open("a") as file:
         file.write('\n{"step": 61, "attempt": 1, "loss": 1.5}\n')
-    assert "1 line of its files could not be read" in report_page(run)
+    assert "1 line of its files could not be read" in RunReport(run).page()
     assert facts(parts(run)[0])["loss"] == "1.5"
 
 
@@ -168,7 +168,7 @@ def test_a_loss_that_is_not_a_number_is_told_and_not_drawn(tmp_path):
 def test_what_people_wrote_is_text_and_no_markup(tmp_path):
     run = made_up_run(tmp_path)
     (run.attempt_path(1) / "recipe.yaml").write_text("name: <script>alert(1)</script>\n")
-    page = report_page(run)
+    page = RunReport(run).page()
     assert "<script>alert(1)" not in page
     assert "&lt;script&gt;alert(1)" in page
 
@@ -186,4 +186,4 @@ def test_a_report_that_is_kept_reads_only_what_is_new(tmp_path):
 
 
 def test_the_same_run_twice_is_the_same_page(run):
-    assert report_page(run) == report_page(run)
+    assert RunReport(run).page() == RunReport(run).page()

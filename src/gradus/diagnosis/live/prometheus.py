@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ class _Family(NamedTuple):
     help: str
 
 
-_FAMILIES = {
+FAMILIES = {
     "gradus_runs": _Family("gauge", "Runs in the watched folder, also those too old to be told of here."),
     "gradus_run_state": _Family("gauge", "1 for the state the run is in, 0 for the others."),
     "gradus_run_step": _Family("gauge", "The last optimizer step that was logged."),
@@ -85,14 +85,14 @@ class Sample(NamedTuple):
 def exposition(snapshots: Sequence[Snapshot], runs: int | None = None, now: float | None = None) -> str:
     """All there is to say of these runs; `runs` is how many there are in all."""
     now = time.time() if now is None else now
-    found: dict[str, list[Sample]] = {name: [] for name in _FAMILIES}
+    found: dict[str, list[Sample]] = {name: [] for name in FAMILIES}
     if runs is not None:
         found["gradus_runs"].append(Sample("gradus_runs", {}, runs))
     for snapshot in snapshots:
         for sample in samples_of(snapshot, now):
             found[sample.name].append(sample)
     lines: list[str] = []
-    for name, family in _FAMILIES.items():
+    for name, family in FAMILIES.items():
         if found[name]:
             lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
             lines += [_line(sample) for sample in found[name]]
@@ -220,8 +220,3 @@ def write_textfile(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             Path(temporary).unlink()
         raise
-
-
-def names() -> Iterable[str]:
-    """All metrics that there can be."""
-    return _FAMILIES

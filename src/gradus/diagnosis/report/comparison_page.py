@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from gradus.diagnosis.report.comparison import Compared, Comparison
 from gradus.diagnosis.report.device_charts import time_unit
-from gradus.diagnosis.report.time_charts import words
 from gradus.diagnosis.report.training_charts import GIB, series_of
 from gradus.diagnosis.scaling_law import Refused, ScalingLaw
+from gradus.diagnosis.wording import words
 from gradus.record.amdahl import Amdahl
 from gradus.record.chart import Bars, Chart, Series
 from gradus.record.chart_html import render_chart

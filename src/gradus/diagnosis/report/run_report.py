@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.explain import Explanation, explain
@@ -40,7 +40,7 @@ class RunReport:
         """What stands above, and the sections."""
         history = self.history
         history.poll()
-        evidence = Evidence.of_run(self.run)
+        evidence = replace(Evidence.of_run(self.run), is_watched=self.judge_every_seconds > 0)
         marks = step_marks(history)
         found = self.found = self._judgement(evidence)
         prediction = evidence.prediction
@@ -84,8 +84,3 @@ class RunReport:
         return missing(
             f"{count} {lines} of its files could not be read and were left out: a writer died, or a disk was full."
         )
-
-
-def report_page(run: RunDirectory, live: bool = False) -> str:
-    """The page. `live` is for one that is drawn again and again; see `RunReport`, which keeps what it read."""
-    return RunReport(run, LIVE_JUDGE_SECONDS if live else 0.0).page()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from gradus.diagnosis.wording import words
 from gradus.record.chart import Bars, Chart, Heat, Mark, Series
 from gradus.record.chart_html import render_chart
 from gradus.record.history import History
@@ -15,10 +16,6 @@ _MOST_BARS = 16
 _MOST_STRIPS = 48
 # The first steps compile, start workers and fill caches.
 _WARM_UP_WINDOWS = 1
-
-
-def words(kind: str) -> str:
-    return kind.replace("_", " ")
 
 
 def kinds_html(history: History, marks: tuple[Mark, ...]) -> str:

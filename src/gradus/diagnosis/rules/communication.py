@@ -10,6 +10,7 @@ from gradus.diagnosis.finding import Finding
 from gradus.diagnosis.rules.cores import threads_beyond_cores
 from gradus.diagnosis.rules.pipeline import bubble_share
 from gradus.launcher.preflight.nccl_log import read_nccl_log
+from gradus.record.amdahl import fraction_of
 from gradus.record.directory import RunDirectory
 from gradus.record.few_lines import few_lines
 from gradus.record.metrics import merge_by_step
@@ -212,7 +213,7 @@ def _beside_smaller_run(evidence: Evidence) -> Finding | None:
     # Ranks on a CPU share its cores, and are no faster together: only what is slower than before is told.
     if speedup >= (HALF * ways if evidence.has_gpu else 0.7):
         return None
-    parallel = (1 - 1 / speedup) / (1 - 1 / ways) if speedup > 1 else 0.0
+    parallel = fraction_of(speedup, ways) if speedup > 1 else 0.0
     return Finding(
         "too-many-gpus",
         f"{plan.mesh.world_size} ranks are {speedup:.2f} times as fast as {ranks}: an efficiency of "

@@ -20,7 +20,6 @@ _SAID: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"oom[-_ ]?kill event|OOM Killed|Exceeded (?:job|step) memory limit", re.IGNORECASE), "OUT_OF_MEMORY"),
     (re.compile(r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT", re.IGNORECASE), "CANCELLED"),
 )
-_NOT_ITS_OWN = (None, "lost", "lost-peer", "node-lost", "agent-lost", "rank-died", "launch-failed")
 
 
 def job_pending(demise: Demise) -> Finding | None:
@@ -42,7 +41,7 @@ def job_pending(demise: Demise) -> Finding | None:
 
 def ended_by_slurm(demise: Demise) -> Finding | None:
     """For a reason of Slurm's own: time, memory, a node, a more important job, a person."""
-    if demise.error.get("kind") not in _NOT_ITS_OWN:
+    if not demise.is_an_effect:
         return None
     how, said = _end_of_job(demise)
     return _by_slurm(demise, how, said) if how is not None else None
@@ -51,7 +50,7 @@ def ended_by_slurm(demise: Demise) -> Finding | None:
 def killed(demise: Demise) -> Finding | None:
     """A rank by a signal, and nobody says why."""
     signal = demise.error.get("signal") or _signal(demise.message)
-    if demise.error.get("kind") not in _NOT_ITS_OWN or signal not in ("SIGKILL", "SIGTERM", "SIGHUP"):
+    if not demise.is_an_effect or signal not in ("SIGKILL", "SIGTERM", "SIGHUP"):
         return None
     verdict = f"{demise.who} was killed by {signal}, and nobody says by whom"
     evidence = {**demise.facts, "signal": signal}

@@ -81,12 +81,3 @@ def closed(one: Intervals, holes_below: float) -> Intervals:
 
 def length(one: Intervals) -> float:
     return float((one[:, 1] - one[:, 0]).sum())
-
-
-def holds(one: Intervals, moments: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """For each moment, whether it is in the set; starts and ends are."""
-    if not len(one):
-        return np.zeros(len(moments), dtype=bool)
-    at = np.searchsorted(one[:, 0], moments, side="right") - 1
-    inside: NDArray[np.bool_] = (at >= 0) & (moments <= one[np.maximum(at, 0), 1])
-    return inside
