@@ -51,6 +51,7 @@ def test_plain_ddp_with_a_distributed_sampler(gradus):
     assert snapshot["MODEL_STATE"]["weight"].shape == (1, 20)
 
 
+@pytest.mark.slow
 def test_a_script_that_saves_on_sigterm_is_stopped_and_goes_on(gradus):
     path = str(SCRIPTS / "sigterm_saver.py")
     script = (path, "--output-dir", "out", "--steps", "3000", "--step-time", "0.02")

@@ -67,6 +67,7 @@ class Late(Model):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_after_rank_0_has_finished_is_a_failure(gradus):
     (gradus.folder / "late.py").write_text(FAILS_LATE)
     recipe, run = gradus.recipe(model={"use": "late.py:Late"}), gradus.run("late")

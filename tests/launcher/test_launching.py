@@ -118,6 +118,7 @@ def taken_port() -> Iterator[int]:
         yield int(taken.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_ranks_whose_port_was_taken_meanwhile_are_started_once_more(gradus: Gradus, monkeypatch, taken_port):
     ports = iter([taken_port, free_port()])
     monkeypatch.setattr(local, "free_port", lambda: next(ports))

@@ -73,6 +73,7 @@ def test_the_example_learns_on_two_ranks(gradus: Gradus) -> None:
     assert status(run)["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_stopped_script_goes_on_where_it_was(gradus: Gradus, script: str) -> None:
     whole = gradus("train", "--nproc", "2", "--run-id", "whole", "--", script)
     assert whole.code == 0, whole.err

@@ -94,6 +94,7 @@ def test_the_command_says_how_to_go_on_and_a_run_is_alive_or_the_same_or_refused
     assert sorted(path.name for path in (run / "attempts").iterdir()) == ["1"]
 
 
+@pytest.mark.slow
 def test_a_stop_during_a_long_evaluation_is_quick_and_the_evaluation_is_done_again(gradus):
     recipe = gradus.recipe(steps=8, evaluate={"every": 4}, data={"use": "own.py:Data", "length": 40_000})
     run, notes = gradus.run("evaluating"), gradus.folder / "evaluated-by-"
@@ -144,6 +145,7 @@ def test_a_stop_before_the_first_step_is_a_stop_too(gradus):
     assert done.json["step"] < 10
 
 
+@pytest.mark.slow
 def test_now_ends_a_recipe_at_once_and_the_next_attempt_says_that_it_starts_again(gradus):
     recipe = gradus.recipe(steps=4)
     run = gradus.run("now")

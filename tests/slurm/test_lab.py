@@ -92,6 +92,7 @@ def test_a_dead_node_takes_all_its_processes_with_it(lab: Lab, tmp_path: Path) -
     os.kill(pids["n1.away"], signal.SIGKILL)  # Slurm does not find it, and would wait for it for a minute
 
 
+@pytest.mark.slow
 def test_two_labs_know_nothing_of_each_other(lab: Lab) -> None:
     with Lab(nodes=1, gpus=0, requeue=False, accounting="filetxt") as other:
         assert "NODE_FAIL" not in other.run("sacct", "-c", "-n")
