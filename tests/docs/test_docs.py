@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from configurations import CONFIGURATIONS
 
+from gradus.schema.cluster import Cluster, Network, Storage
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import (
     OPTIMIZERS,
@@ -24,6 +25,8 @@ from gradus.schema.recipe import (
     OptimizerBlock,
     Recipe,
 )
+from gradus.schema.scheduler import Scheduler
+from gradus.schema.software import Container, Environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -105,6 +108,13 @@ def test_every_key_is_documented() -> None:
         key for keys in OPTIMIZERS.values() for key in keys
     }
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+def test_every_key_of_a_cluster_is_documented() -> None:
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("slurm.md", "planner.md"))
+    models = (Cluster, Scheduler, Environment, Container, Network, Storage)
+    keys = {key for model in models for key in model.model_fields}
+    assert [key for key in sorted(keys) if f"`{key}" not in pages] == []
 
 
 def test_the_table_of_configurations_is_that_of_the_tests() -> None:
