@@ -372,3 +372,68 @@ def test_an_error_of_which_nothing_is_known_is_told_as_it_is(tmp_path: Path) -> 
     found = first(written_run(tmp_path, error={"kind": "launch-failed", "message": "the ranks left with exit code 3"}))
     assert found.id == "crash"
     assert "gradus runs logs dead/x" in found.change
+
+
+# -- what a reader would be led astray by ------------------------------------------------------------------------------
+
+
+def test_a_torch_without_nccl_is_told_as_that(tmp_path: Path) -> None:
+    error = raised("RuntimeError: Distributed package doesn't have NCCL built in", 'init_process_group("nccl")')
+    found = first(written_run(tmp_path, error=error, script=SCRIPT))
+    assert found.id == "no-process-group"
+    assert "no NCCL" in found.verdict
+    assert "gloo" in found.change
+    assert "before line" not in found.change
+
+
+@pytest.mark.parametrize(
+    ("output", "said", "line"),
+    [
+        (
+            '  File "/home/ada/train.py", line 7\n    for x in\n            ^\nSyntaxError: invalid syntax',
+            "SyntaxError",
+            7,
+        ),
+        ("no data in /scratch/ada", "no data in /scratch/ada", None),
+    ],
+)
+def test_last_words_without_a_traceback_are_told(tmp_path: Path, output: str, said: str, line: int | None) -> None:
+    error = {"kind": "rank-died", "message": "rank 0 on n1 left with exit code 1", "rank": 0, "node": "n1"}
+    found = first(written_run(tmp_path, error={**error, "output": output}, script=SCRIPT))
+    assert found.id == "crash"
+    assert said in found.verdict
+    assert found.evidence.get("line") == line
+
+
+@pytest.mark.parametrize("folder", ["/home/ada/gradus/faults", "/home/ada/torch/runs"])
+def test_code_in_a_folder_of_the_same_name_is_the_users_all_the_same(tmp_path: Path, folder: str) -> None:
+    error = raised("KeyError: 'x'")
+    error["traceback"] = str(error["traceback"]).replace("/home/ada", folder)
+    found = first(written_run(tmp_path, error=error, script=SCRIPT))
+    assert found.evidence["file"] == f"{folder}/train.py"
+    assert found.evidence["line"] == 17
+
+
+def test_a_name_that_is_missing_in_a_file_of_ones_own_is_mended_there(tmp_path: Path) -> None:
+    error = raised("ImportError: cannot import name 'Net' from 'helpers' (/home/ada/helpers.py)", "import helpers")
+    found = first(written_run(tmp_path, error=error, script=SCRIPT))
+    assert found.id == "import-error"
+    assert found.change.startswith("mend /home/ada/helpers.py, which has no 'Net'")
+
+
+def test_a_run_that_a_person_ended_at_once_has_no_finding(tmp_path: Path) -> None:
+    error = {"kind": "interrupted", "message": "ended at once by a second interrupt", "rank": None}
+    assert findings(written_run(tmp_path, error=error, ranks=1)) == ()
+
+
+def test_ranks_that_never_met_are_told_though_they_finished(tmp_path: Path) -> None:
+    event = {"event": "finding", "message": "no rank ever connected to another: all 2 ranks did the same work"}
+    found = first(written_run(tmp_path, state="finished", script=SCRIPT, events=[event]))
+    assert found.id == "no-process-group"
+    assert "init_process_group" in found.change
+
+
+def test_a_loss_that_was_0_before_it_was_no_number_is_no_crash_of_ours(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 0.0} for step in range(1, 5)]
+    error = {"kind": "nan", "message": "the loss is nan at step 5", "rank": 0, "step": 5}
+    assert first(written_run(tmp_path, error=error, rows=rows, ranks=1)).id == "nan"

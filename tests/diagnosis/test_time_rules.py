@@ -214,3 +214,38 @@ def test_more_workers_than_cores_while_they_are_busy(tmp_path):
     one = only(run_with(tmp_path, plan={"workers": 12}, host=busy))
     assert one.id == "cpu-oversubscription"
     assert not found_in(run_with(tmp_path, plan={"workers": 12}, host={"ranks_cpu_seconds": [0.0, 5.0]}, run_id="y"))
+
+
+# -- advice that can be taken
+
+
+def test_advice_for_an_own_loop_is_a_key_of_its_recipe_and_no_flag(tmp_path):
+    own = {"model": {"use": "own"}, "data": {"use": "own"}}
+    run = run_with(tmp_path, recipe=own, seconds={**STEP, "data": 0.5}, plan={"workers": 0})
+    change = found_in(run)["data-bound"].change
+    assert "plan: {workers: " in change
+    assert "in the recipe of gradus.Run.start" in change
+    assert "--set" not in change
+
+
+def test_workers_that_compute_are_no_more_than_cores(tmp_path):
+    heavy = {"data": 0.1, "forward": 0.002, "backward": 0.003}
+    run = run_with(tmp_path, seconds=heavy, plan={"workers": 0}, host={"ranks_cpu_seconds": [0.0, 4.0], "cores": 2})
+    assert found_in(run)["data-bound"].change == "--set plan.workers=1"
+    waits = run_with(tmp_path, seconds=heavy, plan={"workers": 0}, host={"ranks_cpu_seconds": [0.0, 0.4]}, run_id="y")
+    assert "--set plan.workers=16" in found_in(waits)["data-bound"].change
+
+
+def test_a_straggler_on_the_only_node_is_not_to_be_left_without_it(tmp_path):
+    slow = {0: {**STEP, "data": 0.3}, 1: {**STEP, "exposed_communication": 0.3}}
+    found = found_in(run_with(tmp_path, seconds=slow, plan=TWO))
+    assert "--exclude" not in found["straggler"].change
+
+
+def test_a_smaller_run_beside_it_hides_no_straggler(tmp_path):
+    of = [{"step": n, "loss": 2.0, "samples_per_second": 400.0} for n in range(1, 41)]
+    run_with(tmp_path, rows=of, run_id="one")
+    slow = {0: {"forward": 0.3}, 1: {"forward": 0.05, "exposed_communication": 0.25}}
+    of = [{"step": n, "loss": 2.0, "samples_per_second": 50.0} for n in range(1, 41)]
+    found = found_in(run_with(tmp_path, seconds=slow, plan=TWO, rows=of, run_id="two"))
+    assert next(iter(found)) == "straggler"

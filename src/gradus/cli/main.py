@@ -322,10 +322,12 @@ def report(
         list[str], typer.Argument(metavar="RUN|RESULT", help="A path, an id or a name; or a benchmark's JSON file.")
     ],
     compare: Annotated[
-        list[str], typer.Option("--compare", metavar="RUN", help="Compare RUN, the baseline, with these; several may follow.")
+        list[str],
+        typer.Option("--compare", metavar="RUN", help="Compare RUN, the baseline, with these; several may follow."),
     ] = [],  # noqa: B006
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="Where to. Default: report.html in RUN, or comparison.html.")
+        str | None,
+        typer.Option("--out", metavar="FILE", help="Where to. Default: report.html in RUN, or comparison.html."),
     ] = None,
     runs: RunsOption = "runs",
     json: JsonOption = False,

@@ -24,7 +24,7 @@ _RANK_LINE = re.compile(r"\[rank(\d+)\]:\s?(.*)")
 # Errors that say that something else went wrong: what did, has to be looked for in the logs.
 _EFFECTS = (None, "lost", "lost-peer", "launch-failed", "rank-died", "node-lost", "agent-lost")
 # How a node's log ends a line of a rank's own error.
-_FRAME = re.compile(r"^(?P<file>.+), line (?P<line>\d+), in ")
+_FRAME = re.compile(r"^(?P<file>.+?), line (?P<line>\d+)\b")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,13 @@ class Demise:
     @property
     def place(self) -> str | None:
         """`train.py, line 31, in step: loss.backwrad()`, in the user's own code."""
-        return place_in_users_code(self.traceback)
+        return place_in_users_code(self.traceback or "\n".join(self.last_output))
+
+    @property
+    def last_output(self) -> list[str]:
+        """The last lines of a rank that left without an exception: of a syntax error, say, or of sys.exit(text)."""
+        lines = str(self.error.get("output") or "").splitlines()
+        return [line.strip() for line in lines if line.strip()]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -158,6 +164,8 @@ def demise_of(evidence: Evidence) -> Demise | None:
     if state == "queued" or not run.attempts:
         return Demise(evidence, run, state, {}, now)
     error = Result.load(run.path).error or {}
+    if error.get("kind") == "interrupted":
+        return None
     if not error and evidence.status is not None and evidence.status.last_error:
         error = {"message": evidence.status.last_error}
     return Demise(evidence, run, state, dict(error), now)

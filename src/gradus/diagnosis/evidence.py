@@ -33,7 +33,7 @@ from gradus.schema.device_sample import DeviceSample
 from gradus.schema.errors import GradusError
 from gradus.schema.plan import Plan
 from gradus.schema.prediction import PREDICTION_FILE, Prediction
-from gradus.schema.recipe import Recipe
+from gradus.schema.recipe import OWN, Recipe
 
 if TYPE_CHECKING:
     from gradus.diagnosis.timeline.analysis import TraceAnalysis
@@ -224,6 +224,11 @@ class Evidence:
     def start(self) -> dict[str, Any]:
         """What the ranks of the newest attempt said when they began: device, threads, parameters."""
         return next((event for event in reversed(self.last_events) if event.get("event") == "start"), {})
+
+    @property
+    def is_own_loop(self) -> bool:
+        """Whether a script of the user's makes the steps, with `gradus.Run`: it also makes the recipe."""
+        return self.recipe is not None and self.recipe.model.use == OWN
 
     @property
     def has_gpu(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradus.diagnosis.evidence import ENOUGH_STEPS, Evidence
@@ -24,6 +24,7 @@ from gradus.diagnosis.rules import (
     stragglers,
 )
 from gradus.diagnosis.versus_plan import Deviation, versus_plan
+from gradus.diagnosis.wording import in_an_own_loop
 
 Rule = Callable[[Evidence], "Finding | Iterable[Finding] | None"]
 
@@ -66,6 +67,8 @@ def explain(evidence: Evidence) -> Explanation:
     for rule in RULES:
         answer = rule(evidence)
         found += [] if answer is None else [answer] if isinstance(answer, Finding) else list(answer)
+    if evidence.is_own_loop:
+        found = [replace(one, change=in_an_own_loop(one.change)) for one in found]
     return Explanation(ranked(found), tuple(versus_plan(evidence)), tuple(_not_measured(evidence)))
 
 

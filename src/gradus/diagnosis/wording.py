@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from gradus.record.format import bytes_text, number_text, rate_text
+
+_SET = re.compile(r"--set '?(?P<keys>[a-z_.]+)=(?P<value>\{[^}]*\}|\[[^\]]*\]|[^\s;,':]+)'?")
+
+
+def in_an_own_loop(change: str) -> str:
+    """A change for a script that makes its recipe itself: a flag would not reach it.
+
+    >>> in_an_own_loop("--set plan.workers=4; or cheaper samples")
+    'plan: {workers: 4} in the recipe of gradus.Run.start; or cheaper samples'
+    """
+
+    def in_recipe(found: re.Match[str]) -> str:
+        *outer, last = found["keys"].split(".")
+        text = f"{last}: {found['value']}"
+        for key in reversed(outer):
+            text = f"{key}: {{{text}}}"
+        return f"{text} in the recipe of gradus.Run.start"
+
+    return _SET.sub(in_recipe, change)
 
 
 def words(key: str) -> str:

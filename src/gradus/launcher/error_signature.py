@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
+import gradus
+
 _LONGEST = 300
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
-_NOT_THE_USERS = re.compile(r"site-packages|dist-packages|/lib/python3|/gradus/|^<")
+# Of a syntax error there is no function.
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
+_NOT_THE_USERS = re.compile(r"site-packages|dist-packages|/lib/python3|^<")
+_OURS = str(Path(gradus.__file__).parent) + "/"
 # In this order: a time holds numbers, and a path may too.
 _VARIABLE = (
     (re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(?:[.,]\d+)?(?:Z|[+-]\d{2}:?\d{2})?"), "TIME"),
@@ -43,7 +47,7 @@ def normalised(message: str, nodes: Iterable[str] = ()) -> str:
 def innermost_user_frame(traceback: str) -> str | None:
     """`train.py:31 in step`: where the user's own code was; without any of it, where the error was raised."""
     for frame in (_users_frames(traceback) or list(_FRAME.finditer(traceback)))[-1:]:
-        return f"{PurePath(frame['file']).name}:{frame['line']} in {frame['function'].strip()}"
+        return f"{PurePath(frame['file']).name}:{frame['line']}{_in(frame)}"
     return None
 
 
@@ -55,8 +59,16 @@ def place_in_users_code(traceback: str) -> str | None:
     frame = own[-1]
     code = traceback[frame.end() :].lstrip("\n").partition("\n")[0]
     what = f": {code.strip()}" if code.startswith("    ") else ""
-    return f"{frame['file']}, line {frame['line']}, in {frame['function'].strip()}{what}"
+    return f"{frame['file']}, line {frame['line']}{',' if frame['function'] else ''}{_in(frame)}{what}"
+
+
+def _in(frame: re.Match[str]) -> str:
+    return f" in {frame['function'].strip()}" if frame["function"] else ""
 
 
 def _users_frames(traceback: str) -> list[re.Match[str]]:
-    return [frame for frame in _FRAME.finditer(traceback) if not _NOT_THE_USERS.search(frame["file"])]
+    return [
+        frame
+        for frame in _FRAME.finditer(traceback)
+        if not _NOT_THE_USERS.search(frame["file"]) and not frame["file"].startswith(_OURS)
+    ]

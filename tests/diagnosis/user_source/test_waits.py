@@ -209,3 +209,86 @@ def test_the_examples_wait_for_nothing() -> None:
     found = {path.name: waits_in(path, path.read_text()) for path in examples.glob("*.py")}
     assert len(found) >= 4
     assert not [wait for waits in found.values() for wait in waits]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if step >= 100:\n    print(loss.item())\n    break",
+        "if stop:\n    raise RuntimeError(loss.item())",
+        "if step == 3:\n    print(loss.item())\n    break",
+    ],
+)
+def test_what_ends_the_loop_happens_once(code: str) -> None:
+    assert lines(code) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "found"),
+    [
+        ("if args.fault == 'item':\n    loss.item()", ["--fault", "item"], [2]),
+        ("if args.fault == 'item':\n    loss.item()", ["--fault=item"], [2]),
+        ("if args.fault == 'item':\n    loss.item()", ["--fault=none"], []),
+        ("if args.bad:\n    loss.item()", ["--bad"], [2]),
+        ("if args.log_all:\n    loss.item()", ["--log-all"], [2]),
+        ("if args.bad:\n    loss.item()", [], []),
+    ],
+)
+def test_what_the_script_was_asked_for_happens(code: str, arguments: list[str], found: list[int]) -> None:
+    text = LOOP.format(code=textwrap.indent(code, " " * 8))
+    waits = waits_in(Path("train.py"), text, arguments=arguments)
+    assert [wait.line - FIRST_LINE + 1 for wait in waits] == found
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["a = np.array(loss.detach())", "if math.isnan(loss):\n    skipped += 1", "kept = loss.to(torch.device('cpu'))"],
+)
+def test_the_tensor_is_read_by_other_libraries(code: str) -> None:
+    assert lines(code) == [1]
+
+
+def test_methods_of_an_object_that_the_file_makes_are_looked_at() -> None:
+    text = """
+import torch
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step(self, x):
+        loss = self.model(x).sum()
+        loss.backward()
+        self.optimizer.step()
+        self.total += loss.item()
+    def fit(self, loader):
+        for x in loader:
+            self.step(x)
+trainer = Trainer(model)
+for x in loader:
+    trainer.step(x)
+"""
+    assert [wait.line for wait in waits_in(Path("train.py"), text)] == [11]
+    assert [wait.line for wait in waits_in(Path("train.py"), text.partition("trainer =")[0])] == [11]
+
+
+def test_a_function_of_the_file_beside_is_looked_at() -> None:
+    text = "from helpers import note as noted\n" + LOOP.format(code="        noted(loss, step)")
+    helpers = "def note(value, step):\n    losses.append(value.item())\ndef other(value):\n    value.item()\n"
+    found = waits_in(Path("there/train.py"), text, beside={Path("there/helpers.py"): helpers})
+    assert [wait.place for wait in found] == ["there/helpers.py:2"]
+
+
+def test_a_scheduler_steps_no_training_whatever_its_name() -> None:
+    text = """
+import torch
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+for epoch in range(10):
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+    cosine.step()
+    print(loss.item())
+"""
+    assert waits_in(Path("train.py"), text) == []

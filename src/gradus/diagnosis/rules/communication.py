@@ -87,7 +87,8 @@ def exposed_in_a_trace(evidence: Evidence) -> Finding | None:
     if evidence.timings or not traces:
         return None
     share = min(trace.exposed_communication_seconds / trace.span_seconds for trace in traces)
-    if share < (GPU_SHARE if traces[0].device == "cuda" else CPU_SHARE):
+    least_share, least = (GPU_SHARE, 0.0) if traces[0].device == "cuda" else (CPU_SHARE, CPU_SECONDS)
+    if share < least_share or min(trace.per_step(trace.exposed_communication_seconds) for trace in traces) < least:
         return None
     overlap = [trace.overlap for trace in traces if trace.overlap is not None]
     return Finding(
@@ -121,8 +122,9 @@ def _change(evidence: Evidence, plan: Plan | None, gradient_bytes: int | None) -
     mesh = plan.mesh
     per_node = max(1, evidence.ranks_on_a_node)
     nodes = -(-mesh.world_size // per_node)
-    if mesh.tensor > per_node:
-        return f"--set plan.mesh.tensor={per_node}: tensor parallelism belongs inside a node"
+    if mesh.tensor > per_node and mesh.tensor % per_node == 0:
+        inside = mesh.model_copy(update={"tensor": per_node, "replicate": mesh.replicate * mesh.tensor // per_node})
+        return f"--set 'plan.mesh={inside.flow()}': tensor parallelism belongs inside a node"
     if mesh.shard > per_node and nodes > 1 and mesh.shard % per_node == 0:
         hybrid = mesh.model_copy(update={"shard": per_node, "replicate": mesh.replicate * mesh.shard // per_node})
         return f"--set 'plan.mesh={hybrid.flow()}': shard inside a node, replicate between nodes"
@@ -204,6 +206,12 @@ def _beside_smaller_run(evidence: Evidence) -> Finding | None:
     mine = _samples_per_second(run) if run else None
     if run is None or recipe is None or plan is None or plan.mesh.world_size < 2 or mine is None:
         return None
+    if evidence.is_own_loop:  # whose work its recipe does not tell
+        return None
+    if (
+        not evidence.has_gpu and (evidence.step_seconds or 0.0) < CPU_SECONDS
+    ):  # a toy: to exchange anything takes longer
+        return None
     others = [found for path in run.path.parent.iterdir() if (found := _alike(path, run, recipe)) is not None]
     smaller = [(ranks, rate) for ranks, rate in others if ranks < plan.mesh.world_size]
     if not smaller:
@@ -227,7 +235,7 @@ def _beside_smaller_run(evidence: Evidence) -> Finding | None:
             "amdahl_parallel_fraction": round(parallel, 4),
         },
         f"--nproc {ranks}, or a larger batch for {plan.mesh.world_size} ranks",
-        max(0.0, 1 - speedup) or None,
+        None,  # what holds them up, if anything does, is told with its own gain, and first
         "high" if evidence.steps_measured >= 10 else "low",
         "waste",
     )

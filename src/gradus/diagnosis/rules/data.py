@@ -6,6 +6,8 @@ import math
 
 from gradus.diagnosis.evidence import ENOUGH_STEPS, WARM_UP_STEPS, Evidence
 from gradus.diagnosis.finding import Finding
+from gradus.diagnosis.user_source.files import user_files
+from gradus.diagnosis.user_source.loaders import training_loader
 
 # Of a step. Below, other things decide; a loader that is just fast enough makes a step wait now and then.
 # On a CPU, loading and computing take turns on the same cores, and whoever else is there takes from both.
@@ -21,6 +23,7 @@ CORES_ARE_BUSY = 0.85
 # it is something else: a dataset that computes, sleeps, or asks a server.
 READS_MUCH_BYTES_PER_SECOND = 4 * 2**20
 WAITING_CORES = 0.5
+COMPUTES = 0.5  # cores of each rank: from here on, samples are computed and not waited for
 
 
 def waits_for_data(evidence: Evidence) -> Finding | None:
@@ -54,7 +57,7 @@ def waits_for_data(evidence: Evidence) -> Finding | None:
         )
     free = _cores_are_free(evidence)
     if workers and free and _were_asked_for(evidence):
-        wanted = _workers_wanted(workers * step, step - waited, workers)
+        wanted = _workers_wanted(workers * step, step - waited, workers, _fitting(evidence))
         return Finding(
             "too-few-workers",
             f"{share} is waiting for samples: {workers} worker{'s do' if workers > 1 else ' does'} not keep up, "
@@ -66,13 +69,13 @@ def waits_for_data(evidence: Evidence) -> Finding | None:
             not_measured=missing,
         )
     if workers and free:
-        change = f"--set plan.workers={_workers_wanted(workers * step, step - waited, workers)}"
+        change = f"--set plan.workers={_workers_wanted(workers * step, step - waited, workers, _fitting(evidence))}"
         why = f"the {workers} worker{'s' if workers > 1 else ''} that gradus chose cannot keep up with such samples"
     elif workers:
         change = "make samples cheaper: decode and resize once and store them (gradus data pack), or take more cores"
         why = f"{workers} workers do not keep up, and the cores are busy"
     elif workers == 0:
-        change = f"--set plan.workers={_workers_wanted(waited, step - waited, 0)}"
+        change = f"--set plan.workers={_workers_wanted(waited, step - waited, 0, _fitting(evidence))}"
         why = "they are loaded in the training process itself (plan.workers is 0)"
         if not free:
             change += "; the cores are busy, so cheaper samples may gain more: gradus data pack"
@@ -95,9 +98,19 @@ def waits_for_data_in_a_trace(evidence: Evidence) -> Finding | None:
     if evidence.timings or not traces:
         return None
     share = min(trace.data_wait_seconds / trace.span_seconds for trace in traces)
-    if share < LEAST_SHARE:
+    on_gpu = traces[0].device == "cuda"
+    least, least_seconds = (LEAST_SHARE, 0.0) if on_gpu else (LEAST_SHARE_ON_CPU, LEAST_SECONDS)
+    waited = min(trace.per_step(trace.data_wait_seconds) for trace in traces)
+    if share < least or waited < least_seconds:
         return None
     steps = sum(trace.steps for trace in traces)
+    loader = training_loader(user_files(evidence)) if evidence.run is not None else None
+    workers = loader.workers if loader is not None else None
+    change = "more workers: DataLoader(num_workers=...), or plan.workers in a recipe; or cheaper samples"
+    if loader is not None:
+        loading = waited if not workers else workers * waited / share
+        wanted = _workers_wanted(loading, waited / share - waited, workers or 0, _fitting(evidence))
+        change = f"{loader.place}: num_workers={wanted} in `{loader.code}`; or cheaper samples"
     return Finding(
         "data-bound",
         f"{share:.0%} of the traced steps is waiting for samples",
@@ -106,11 +119,12 @@ def waits_for_data_in_a_trace(evidence: Evidence) -> Finding | None:
             "span_seconds": sum(trace.span_seconds for trace in traces),
             "share": share,
             "steps": steps,
+            "workers": workers,
         },
-        "more workers: DataLoader(num_workers=...), or plan.workers in a recipe; or cheaper samples",
+        change,
         share,
         "medium",
-        not_measured=("how many workers load, and how busy they are",),
+        not_measured=("how busy the workers are",) if workers is not None else ("how many workers load",),
     )
 
 
@@ -160,10 +174,18 @@ def _were_asked_for(evidence: Evidence) -> bool:
     return evidence.recipe is not None and "workers" in evidence.recipe.plan.fixed
 
 
-def _workers_wanted(loading_seconds: float, rest_seconds: float, now: int) -> int:
+def _fitting(evidence: Evidence) -> int:
+    """Workers that there can be for each rank: where loading keeps a core busy, each needs one."""
+    cores, ranks, used = evidence.cores, evidence.ranks_on_a_node, evidence.cores_used
+    if not cores or used is None or used < COMPUTES * ranks:
+        return MOST_WORKERS
+    return min(MOST_WORKERS, max(1, cores // max(1, ranks) - 1))
+
+
+def _workers_wanted(loading_seconds: float, rest_seconds: float, now: int, most: int = MOST_WORKERS) -> int:
     """That load a step's samples, `loading_seconds` of one worker's time, while the rest of the step goes on."""
     needed = math.ceil(ROOM * loading_seconds / max(rest_seconds, 1e-3))
-    return min(MOST_WORKERS, max(needed, now + 1))
+    return max(now + 1, min(most, needed))
 
 
 RULES = (waits_for_data, waits_for_data_in_a_trace, waits_for_data_by_metrics)

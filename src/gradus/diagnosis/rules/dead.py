@@ -26,11 +26,13 @@ def crash(demise: Demise) -> Finding | None:
     """Anything else: the first rank that failed, with what it said and where in the user's code."""
     if not demise.message:
         return None
-    place = demise.place
+    place, said = demise.place, demise.last_output
     verdict = f"{demise.who} failed: {demise.first_line}"
+    if said:
+        verdict = f"{demise.who} left with: {said[-1]}"
     if place is not None:
         verdict += f" (at {place})"
-    facts = {**demise.facts, "kind": demise.error.get("kind"), "error": demise.first_line}
+    facts = {**demise.facts, "kind": demise.error.get("kind"), "error": demise.first_line, "output": said or None}
     facts |= {name: demise.error[name] for name in ("signal", "rank_exit_code", "field") if name in demise.error}
     hint = demise.error.get("hint")
     if hint:

@@ -15,6 +15,7 @@ LEAST_SAMPLES = 5
 # Reaching the power limit at full load is what a GPU is built for. A limit that was set lower is another thing.
 LOWERED_LIMIT = 0.95
 SLOWER_CLOCK = 0.9
+DRIVER_BYTES = 1 << 30  # of a GPU that nobody uses; a process with CUDA in it takes half of that besides
 IDLE = 0.02
 
 
@@ -105,10 +106,12 @@ def idle_gpu(evidence: Evidence) -> Finding | None:
     change = f"ask for {everything - len(idle)} GPUs, or use them all: --nproc {everything}"
     verdict = f"{len(idle)} of {everything} GPUs of this job did nothing: {', '.join(idle)}"
     if len(idle) == everything:
-        if evidence.has_gpu:  # it waits for something else, and that is told as what it is
-            return None
+        if evidence.has_gpu and not _nothing_is_on_them(evidence):
+            return None  # it waits for something else, and that is told as what it is
         verdict = f"the job has {everything} GPU{'s' if everything > 1 else ''}, and trains on the CPU"
-        change = "a torch with CUDA, and no empty CUDA_VISIBLE_DEVICES: gradus preflight says what is wrong"
+        change = "a torch with CUDA: gradus preflight says what is wrong with this one"
+        if evidence.script is not None:
+            change = "model.to('cuda'), and the batches too; where there is no CUDA, gradus preflight says why"
     return Finding(
         "idle-gpu",
         verdict,
@@ -118,6 +121,14 @@ def idle_gpu(evidence: Evidence) -> Finding | None:
         "high",
         "waste",
     )
+
+
+def _nothing_is_on_them(evidence: Evidence) -> bool:
+    """Of a script, which does not tell what it trains on: whether its GPUs hold no more than their driver does."""
+    if evidence.start or evidence.timings or any(trace.device == "cuda" for trace in evidence.traces):
+        return False
+    used = [gpu.memory_used_bytes for _, samples in _by_gpu(evidence) for gpu in samples]
+    return bool(used) and all(each is not None and each < DRIVER_BYTES for each in used)
 
 
 RULES = (throttling, idle_gpu)

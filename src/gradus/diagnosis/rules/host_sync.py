@@ -26,7 +26,14 @@ _EVERY = 50
 
 def host_sync(evidence: Evidence) -> Finding | None:
     files = user_files(evidence)
-    waits = [wait for file in files for wait in waits_in(file.path, file.text, functions=file.functions)]
+    beside = {file.path: file.text for file in files}
+    arguments = evidence.script.arguments if evidence.script is not None else ()
+    found = [
+        wait
+        for file in files
+        for wait in waits_in(file.path, file.text, functions=file.functions, arguments=arguments, beside=beside)
+    ]
+    waits = list({wait.place: wait for wait in found}.values())
     traced = [trace for trace in evidence.traces if trace.device == "cuda" and trace.span_seconds > 0]
     # On a CPU a dataset may read numbers as it likes: there the text of the loop knows better, if there is one.
     measured = _in_users_code(traced if evidence.run is not None else evidence.traces)

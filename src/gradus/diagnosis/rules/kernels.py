@@ -192,7 +192,7 @@ def no_tensor_cores(evidence: Evidence) -> Finding | None:
         return None
     odd = _odd_sizes(evidence)
     if odd:
-        change = ", ".join(f"--set model.{key}={-(-value // 16) * 16}" for key, value in odd.items())
+        change = " ".join(f"--set model.{key}={-(-value // 16) * 16}" for key, value in odd.items())
         why = "sizes are no multiples of 8: " + ", ".join(f"model.{key} is {value}" for key, value in odd.items())
     elif plan is None:
         change = "torch.autocast('cuda', torch.bfloat16) around forward, or torch.set_float32_matmul_precision('high')"

@@ -12,7 +12,7 @@ from typing import Any
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.finding import Confidence, Finding
 from gradus.record.metrics import Evaluation, evaluations
-from gradus.schema.recipe import Recipe
+from gradus.schema.recipe import OWN, Recipe
 
 # Fewer evaluations are no curve; and one that is worse than the best may be chance.
 _FEWEST_EVALUATIONS, _FEWEST_AFTER_BEST = 4, 2
@@ -69,7 +69,7 @@ def overfitting(evidence: Evidence) -> Finding | None:
 def _against_overfitting(evidence: Evidence) -> str:
     recipe = evidence.recipe
     steps = ["--set evaluate.stop_after=3 --set checkpoint.best=true: stop there, and keep that checkpoint"]
-    if recipe is not None:
+    if recipe is not None and recipe.optimizer.use != OWN:
         steps.append(f"--set optimizer.weight_decay={max(0.1, 2 * recipe.optimizer.weight_decay):g}")
     steps.append("more data, augmentation or dropout, or a smaller model")
     return "; or ".join(steps)
@@ -150,9 +150,9 @@ def ran_away_to_death(evidence: Evidence) -> Finding | None:
     grows = (
         len(late) == _LAST and all(later > earlier for earlier, later in pairwise(late)) and last > _AWAY * abs(first)
     )
-    if not grows and max(late) < _BURST * abs(first):
+    if not grows and max(late) <= max(_BURST * abs(first), first):
         return None
-    since = next(at for at, loss in losses if loss > first + (_AWAY - 1) * abs(first))
+    since = next((at for at, loss in losses if loss > first + (_AWAY - 1) * abs(first)), step)
     verdict = f"the loss ran away until it was no number: {first:.4g} in the beginning, {last:.4g} at step {step}"
     found = {"first_loss": first, "last_loss": last, "since_step": since, "last_good_step": step}
     return replace(_diverged(evidence, verdict, found, "high"), severity="fatal")
@@ -160,11 +160,14 @@ def ran_away_to_death(evidence: Evidence) -> Finding | None:
 
 def _diverged(evidence: Evidence, verdict: str, found: dict[str, Any], confidence: Confidence) -> Finding:
     recipe = evidence.recipe
-    if recipe is None:
-        change = "a lower learning rate, a warm-up, gradients clipped to 1.0"
+    rates = [row["lr"] for row in evidence.rows if _is_number(row.get("lr"))]
+    if recipe is None or recipe.optimizer.use == OWN:
+        lower = (
+            f"lr={max(rates) / 10:.3g} in your optimizer (it was {max(rates):g})" if rates else "a lower learning rate"
+        )
+        change = f"{lower}, a warm-up, gradients clipped to 1.0"
         return Finding("diverged", verdict, found, change, None, confidence, "quality")
     optimizer = recipe.optimizer
-    rates = [row["lr"] for row in evidence.rows if _is_number(row.get("lr"))]
     highest = max(rates, default=optimizer.lr)
     found |= {"batch": recipe.batch, "highest_lr": highest, "warmup_steps": optimizer.warmup, "clip": optimizer.clip}
     changes = []
@@ -205,7 +208,7 @@ def loss_scale_skips(evidence: Evidence) -> Finding | None:
         len(skipped) > 2 * _SKIPS and share >= _SKIPPED_MOSTLY
     ):
         return None
-    scales = [event["scale_after"] for event in evidence.events if event.get("event") == "skipped-step"]
+    scales = [event.get("scale_after") for event in evidence.events if event.get("event") == "skipped-step"]
     found = {
         "skipped_steps": len(skipped),
         "steps": steps,

@@ -85,7 +85,9 @@ def unbalanced_pipeline(evidence: Evidence) -> Finding | None:
     excess = stages[slowest] - usual
     if stages[slowest] < UNBALANCED * usual or excess < LEAST_SHARE * step:
         return None
-    change = "--set plan.stage_blocks=[...] with fewer blocks in that stage"
+    change = (
+        f"fewer blocks in stage {slowest}: --set plan.stage_blocks with how many each stage is to have, first to last"
+    )
     if plan.stage_blocks is not None:
         change = "leave out plan.stage_blocks: stages are then balanced by cost"
         even = _even(plan.stage_blocks)

@@ -18,6 +18,9 @@ from gradus.diagnosis.user_source.mistakes import (
 def mistakes(evidence: Evidence) -> Iterator[Finding]:
     if evidence.script is None or evidence.recipe is not None:
         return  # a loop with gradus.Run in it is not torch's own
+    for event in evidence.last_events:
+        if event.get("event") == "finding" and "no rank ever connected" in str(event.get("message")):
+            yield _never_met(evidence, str(event["message"]))
     files = user_files(evidence)
     if (found := gradients_that_add_up(files)) is not None:
         yield _told(
@@ -41,6 +44,12 @@ def mistakes(evidence: Evidence) -> Iterator[Finding]:
             "sampler.set_epoch(epoch) at the beginning of each epoch",
             "low",
         )
+
+
+def _never_met(evidence: Evidence, message: str) -> Finding:
+    backend = "nccl" if evidence.has_gpu else "gloo"
+    change = f'torch.distributed.init_process_group("{backend}") and DistributedDataParallel(model); or --nproc 1'
+    return Finding("no-process-group", message, {"ranks": evidence.ranks}, change, None, "medium", "quality")
 
 
 def _told(found: Mistake, what: str, change: str, confidence: Confidence) -> Finding:

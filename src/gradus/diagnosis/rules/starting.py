@@ -10,16 +10,19 @@ from gradus.diagnosis.demise import Demise
 from gradus.diagnosis.finding import Finding
 
 _NO_GROUP = re.compile(
-    r"Default process group has not been initialized|Distributed package doesn't have|process group (?:is|was) not "
+    r"Default process group has not been initialized|process group (?:is|was) not "
     r"initialized|init_process_group (?:must|has to|should) be called",
     re.IGNORECASE,
 )
+_NO_BACKEND = re.compile(r"Distributed package doesn't have (\w+) built in", re.IGNORECASE)
 _NO_VARIABLE = re.compile(
     r"environment variable (\w+) expected, but not set|KeyError: '(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'"
 )
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '([^']+)'|[Nn]o module named '([^']+)'")
 _IMPORT = re.compile(r"^(ImportError: .*)$", re.MULTILINE)
 _LIBRARY = re.compile(r"(\S+\.so\S*): cannot open shared object file|(\S+\.so\S*): undefined symbol")
+_NO_NAME = re.compile(r"cannot import name '(?P<name>[^']+)' from '[^']+' \((?P<file>/[^)]+\.py)\)")
+_PACKAGED = re.compile(r"/(?:site-packages|dist-packages|lib/python3[^/]*)/")
 # Modules whose packages have another name.
 _PACKAGES = {
     "PIL": "pillow", "cv2": "opencv-python-headless", "sklearn": "scikit-learn", "skimage": "scikit-image",
@@ -37,12 +40,16 @@ def no_process_group(demise: Demise) -> Finding | None:
         script = demise.evidence.script.text if demise.evidence.script else "script.py"
         change = f"gradus train --nproc {ranks} -- {script} (or torchrun --nproc-per-node {ranks} {script})"
         return Finding("no-process-group", verdict, evidence, change, None, "high", "fatal")
-    if not _NO_GROUP.search(demise.text):
-        return None
     place = demise.place
     at = f", at {place}" if place else ""
-    backend = "nccl" if demise.evidence.has_gpu else "gloo"
-    call = f'torch.distributed.init_process_group("{backend}")'
+    backend = _NO_BACKEND.search(demise.text)
+    if backend is not None:
+        verdict = f"this torch has no {backend[1].upper()}{at}"
+        change = 'torch.distributed.init_process_group("gloo") there, which works on a CPU; or a torch with CUDA'
+        return Finding("no-process-group", verdict, demise.facts, change, None, "high", "fatal")
+    if not _NO_GROUP.search(demise.text):
+        return None
+    call = f'torch.distributed.init_process_group("{"nccl" if demise.evidence.has_gpu else "gloo"}")'
     if demise.evidence.recipe is not None and demise.evidence.script is None:
         verdict = f"code of the recipe asks other ranks, but a run of one rank has no process group{at}"
         change = "ask torch.distributed.is_initialized() first, or use gradus train --nproc 2"
@@ -82,7 +89,7 @@ def import_error(demise: Demise) -> Finding | None:
     else:
         where = "for all ranks" if len(without) > 1 else f"for {demise.who}"
     at = f", at {demise.place}" if demise.place else ""
-    change = _installed(demise, name, nodes if only_there else [], bool(with_it))
+    change = _of_own_file(demise, text) or _installed(demise, name, nodes if only_there else [], bool(with_it))
     return Finding("import-error", f"{what} {where}{at}", evidence, change, None, "high", "fatal")
 
 
@@ -100,6 +107,15 @@ def _ranks(demise: Demise) -> tuple[list[int], list[int]]:
     return sorted(everyone - set(failed)), failed
 
 
+def _of_own_file(demise: Demise, text: str) -> str | None:
+    """Where a name is missing in a module of the user's own, which no package manager can mend."""
+    found = _NO_NAME.search(text)
+    if found is None or _PACKAGED.search(found["file"]):
+        return None
+    at = f"or the import at {demise.place}" if demise.place else "or what imports it"
+    return f"mend {found['file']}, which has no {found['name']!r}, {at}; then {demise.resume}"
+
+
 def _installed(demise: Demise, name: str | None, nodes: list[str], some_have_it: bool) -> str:
     if name is None:
         return (
@@ -110,7 +126,9 @@ def _installed(demise: Demise, name: str | None, nodes: list[str], some_have_it:
         return f"PYTHONPATH={file} in the environment of the ranks: the module is a file there"
     package = _PACKAGES.get(name, name.partition(".")[0])
     if nodes:
-        shared = "or put the environment where all nodes see it: environment.venv in the cluster file, or --pack"
+        shared = (
+            "or an environment that all nodes see: in the cluster file, environment: {venv: FOLDER} or {pack: true}"
+        )
         return f"python -m pip install {package} on {', '.join(nodes)}; {shared}"
     if some_have_it:
         return f"python -m pip install {package}, and import it on all ranks alike"

@@ -65,11 +65,15 @@ def _finding(evidence: Evidence, rank: int, others: list[int], usual: float) -> 
     )
     if brakes:
         facts["gpu_clock_held_down_by"] = brakes
-    change = f"leave the node out: gradus submit --resume {_name(evidence)} --exclude {node}"
+    leave_out = f"leave the node out: gradus submit --resume {_name(evidence)} --exclude {node}"
+    alone = len({one.node for one in evidence.steady}) == 1
     if why == "loading its data":
-        change = f"look at how rank {rank} loads: its part of the data, its disk (gradus preflight); or {change}"
-    elif len({one.node for one in evidence.steady}) == 1:
+        change = f"look at how rank {rank} loads: its part of the data, what your dataset does on it alone, its disk"
+        change += "" if alone else f"; or {leave_out}"
+    elif alone:
         change = f"look at what else runs on the cores or the GPU of rank {rank}, or what your code does on it alone"
+    else:
+        change = leave_out
     return Finding(
         "straggler",
         f"rank {rank} on {node} needs {own / max(usual, 1e-9):.1f} times as long as the others for {why}; they wait",

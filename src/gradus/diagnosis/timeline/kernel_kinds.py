@@ -36,12 +36,14 @@ _TENSOR_CORES = re.compile(
     r"|sdpa_sm\d+|s\d{4,}gemm|_s16816|_h16816|sm\d+_xmma",
     re.I,
 )
-# SIMT kernels multiply with ordinary arithmetic.
+# SIMT kernels multiply with ordinary arithmetic. Those that may load only one or two numbers at a time, since sizes are
+# no multiples of 8, have tensor cores that they cannot feed.
 _NO_TENSOR_CORES = re.compile(
     r"simt|sgemm|dgemm|cgemm|zgemm|sgemv|gemv|ffma|_scudnn_|scudnn|implicit_convolve_sgemm|winograd|gemmsn|gemmk1"
-    r"|dot_kernel|xmma_gemm_f32f32_f32f32_f32_",
+    r"|dot_kernel|xmma_gemm_f32f32_f32f32_f32_|_align[12](?!\d)",
     re.I,
 )
+_IN_NAME_ONLY = re.compile(r"simt|ffma|xmma_gemm_f32f32_f32f32_f32_|_align[12](?!\d)", re.I)
 
 
 def kind_of(name: str) -> Kind:
@@ -60,10 +62,12 @@ def uses_tensor_cores(name: str) -> bool | None:
     False
     >>> uses_tensor_cores("ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x3_nn")
     True
+    >>> uses_tensor_cores("cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align1")
+    False
     """
     if not is_matmul(name):
         return None
     # First what says tensor cores: "cutlass_80_tensorop_s1688gemm_128x64" has "gemm" after an s, too.
-    if _TENSOR_CORES.search(name) and not re.search(r"simt|ffma|xmma_gemm_f32f32_f32f32_f32_", name, re.I):
+    if _TENSOR_CORES.search(name) and not _IN_NAME_ONLY.search(name):
         return True
     return False if _NO_TENSOR_CORES.search(name) else None

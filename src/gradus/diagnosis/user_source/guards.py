@@ -18,12 +18,14 @@ _SETTINGS = re.compile(
 _COUNTERS = re.compile(r"^(i|n|it|idx|index|step\w*|\w+_step|iteration\w*|batch_idx|batch_index|epoch)$", re.IGNORECASE)
 
 
-def is_rare(test: ast.expr, constants: Mapping[str, object]) -> bool:
-    """Whether the body of `if test:` is not what happens at every step."""
+def is_rare(test: ast.expr, constants: Mapping[str, object], arguments: frozenset[str] = frozenset()) -> bool:
+    """Whether the body of `if test:` is not what happens at every step. `arguments` are the words the script got."""
     if isinstance(test, ast.Constant):
         return not test.value
+    if _was_asked_for(test, arguments):
+        return False
     if isinstance(test, ast.BoolOp):
-        parts = [is_rare(value, constants) for value in test.values]
+        parts = [is_rare(value, constants, arguments) for value in test.values]
         return any(parts) if isinstance(test.op, ast.And) else all(parts)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         if (every := _modulus(test.operand)) is not None:  # `not step % 10`
@@ -39,6 +41,20 @@ def is_rare(test: ast.expr, constants: Mapping[str, object]) -> bool:
     if name is not None and name in constants:
         return not constants[name]
     return not _only_settings(test)
+
+
+def _was_asked_for(test: ast.expr, arguments: frozenset[str]) -> bool:
+    """`if args.mode == "slow":` of a script that was started with `--mode slow`; `if args.slow:` with `--slow`."""
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.In)):
+        words = [node.value for node in ast.walk(test) if isinstance(node, ast.Constant)]
+        return any(isinstance(word, str) and word in arguments for word in words)
+    name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else None
+    return name is not None and not arguments.isdisjoint((f"--{name}", f"--{name.replace('_', '-')}"))
+
+
+def ends_the_loop(statement: ast.If, *, in_function: bool) -> bool:
+    """`if step >= last: ...; break`: it happens once. A `return` leaves the loop, too, unless a function has it."""
+    return isinstance(statement.body[-1], (ast.Break, ast.Raise) if in_function else (ast.Break, ast.Raise, ast.Return))
 
 
 def skips_the_rest(statement: ast.stmt, constants: Mapping[str, object]) -> bool:

@@ -40,6 +40,7 @@ class SourceFile:
         self.functions: dict[str, Function] = {}
         self.forwards: list[Function] = []
         self.hook_steps: list[Function] = []
+        self._methods: dict[str, dict[str, Function]] = {}  # by class
         self._around: dict[ast.AST, ast.AST] = {}
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
@@ -49,8 +50,11 @@ class SourceFile:
             if isinstance(node, ast.ClassDef):
                 self._note_class(node)
         self.optimizers = {
-            name for name, call in self._made() if ".optim." in f".{call}." or call.endswith("Run.start")
+            name
+            for name, call in self._made()
+            if (".optim." in f".{call}." and ".lr_scheduler." not in f".{call}.") or call.endswith("Run.start")
         }
+        self._objects = {name: call for name, call in self._made() if call in self._methods}
         self.models = frozenset(name for name, call in self._made() if self._makes_module(call))
         self._stepping: set[str] = set()
         self._find_functions_that_step()
@@ -58,6 +62,7 @@ class SourceFile:
     def _note_class(self, node: ast.ClassDef) -> None:
         bases = [name for base in node.bases if (name := dotted(base)) is not None]
         methods = [each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        self._methods[node.name] = {each.name: each for each in methods}
         if any(_MODULE.search(base) for base in bases):
             self.forwards += [each for each in methods if each.name in ("forward", "training_step")]
         if any(_HOOK.search(base) for base in bases):
@@ -100,17 +105,19 @@ class SourceFile:
             if call.func.attr == "backward":
                 return True
             owner = dotted(call.func.value) or ""
-            if call.func.attr == "step" and not _NOT_A_STEP.search(owner):
-                return owner in self.optimizers or bool(_STEPS.search(owner))
+            if call.func.attr == "step" and (owner in self.optimizers or _steps_by_name(owner)):
+                return True
         called = self.called(call)
         return called is not None and called.name in self._stepping
 
     def called(self, call: ast.Call) -> Function | None:
-        """The function of this file that a call calls: by its name, or as a method of the same object."""
+        """The function of this file that a call calls: by its name, or as a method of an object made in it."""
         name = dotted(call.func)
         if name is None:
             return None
         first, _, last = name.rpartition(".")
+        if first in self._objects:
+            return self._methods[self._objects[first]].get(last)
         return self.functions.get(last) if first in ("", "self", "cls") else None
 
     def _find_functions_that_step(self) -> None:
@@ -127,6 +134,10 @@ class SourceFile:
             self._stepping |= more
 
 
+def _steps_by_name(owner: str) -> bool:
+    return _STEPS.search(owner) is not None and _NOT_A_STEP.search(owner) is None
+
+
 def _without_inner_loops(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
     """All nodes that run when the statements do, but none of loops and functions inside them."""
     waiting: list[ast.AST] = list(body)
@@ -136,3 +147,12 @@ def _without_inner_loops(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
             continue
         yield node
         waiting += list(ast.iter_child_nodes(node))
+
+
+def imported_names(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """By the name that a file knows it by: the module that it is from, and its name there."""
+    found: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: (node.module or "", alias.name) for alias in node.names}
+    return found

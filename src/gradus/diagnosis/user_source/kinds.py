@@ -179,7 +179,12 @@ def dotted(node: ast.AST) -> str | None:
 def is_cpu(call: ast.Call) -> bool:
     """Whether a `.to(...)` names the host."""
     given = [*call.args, *(word.value for word in call.keywords if word.arg == "device")]
-    return any(isinstance(value, ast.Constant) and value.value == "cpu" for value in given)
+    named = [value.args[0] if _makes_device(value) else value for value in given]  # type: ignore[attr-defined]
+    return any(isinstance(value, ast.Constant) and value.value == "cpu" for value in named)
+
+
+def _makes_device(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and dotted(node.func) in ("torch.device", "device") and len(node.args) == 1
 
 
 def _common(kinds: set[Kind | None]) -> Kind | None:

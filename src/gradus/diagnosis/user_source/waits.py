@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradus.diagnosis.user_source.guards import constants_of, is_rare, skips_the_rest
-from gradus.diagnosis.user_source.hot_code import Function, HotCode, SourceFile
+from gradus.diagnosis.user_source.guards import constants_of, ends_the_loop, is_rare, skips_the_rest
+from gradus.diagnosis.user_source.hot_code import Function, HotCode, SourceFile, imported_names
 from gradus.diagnosis.user_source.kinds import Kind, Values, dotted, is_cpu
 
 _NUMBERS = {"float": "float()", "int": "int()", "bool": "bool()"}
+_READ_BY = ("math.", "np.", "numpy.")  # to which a tensor is a number, or an array of the host
 _SHOWS = frozenset({"print", "str", "repr", "format"})
 _LOGS = frozenset({"add_scalar", "add_scalars", "set_postfix", "set_postfix_str", "log_metric", "log_metrics"})
 _LOGGERS = frozenset({"logging", "logger", "log", "wandb", "mlflow", "tqdm"})
@@ -38,16 +39,24 @@ class Wait:
         return f"{self.file}:{self.line}"
 
 
-def waits_in(path: Path, text: str, *, functions: Sequence[str] | None = None) -> list[Wait]:
+def waits_in(
+    path: Path,
+    text: str,
+    *,
+    functions: Sequence[str] | None = None,
+    arguments: Iterable[str] = (),
+    beside: Mapping[Path, str] | None = None,
+) -> list[Wait]:
     """The waits in the loops of a script; or, with `functions`, in those that a recipe names and in forward passes.
 
-    Nothing is told of a file that is no Python: that it cannot run is somebody else's to say.
+    `arguments` are those that the script was started with; `beside` are texts of files that it may import from. Nothing
+    is told of a file that is no Python: that it cannot run is somebody else's to say.
     """
-    try:
-        source = SourceFile(ast.parse(text, str(path)))
-    except (SyntaxError, ValueError):
+    source = _parsed(path, text)
+    if source is None:
         return []
-    look = _Look(source, str(path), text.splitlines())
+    words = frozenset(part for word in arguments for part in (word, *word.split("=", 1)))
+    look = _Look(source, path, text.splitlines(), words, beside or {})
     hot = source.hot_loops() if functions is None else []
     for code in hot:
         look.at_loop(code)
@@ -55,17 +64,29 @@ def waits_in(path: Path, text: str, *, functions: Sequence[str] | None = None) -
         named = [source.functions[name] for name in functions or () if name in source.functions]
         for function in [*source.forwards, *named, *(source.hook_steps if functions is not None else ())]:
             look.at_function(function, {})
-    return sorted(look.found.values(), key=lambda wait: wait.line)
+    return sorted(look.found.values(), key=lambda wait: (wait.file != str(path), wait.line))
+
+
+def _parsed(path: Path, text: str) -> SourceFile | None:
+    try:
+        return SourceFile(ast.parse(text, str(path)))
+    except (SyntaxError, ValueError):
+        return None
 
 
 class _Look:
-    def __init__(self, source: SourceFile, file: str, lines: list[str]) -> None:
-        self._source, self._file, self._lines = source, file, lines
+    def __init__(
+        self, source: SourceFile, path: Path, lines: list[str], arguments: frozenset[str], beside: Mapping[Path, str]
+    ) -> None:
+        self._source, self._path, self._file, self._lines = source, path, str(path), lines
+        self._arguments, self._beside = arguments, beside
+        self._imported = imported_names(source.tree)
+        self._elsewhere: dict[Path, _Look | None] = {}
         self._constants = constants_of(source.tree)
         self._looked_at: set[ast.AST] = set()
         self._returned: dict[str, Kind | None] = {}
         self._inside: list[str] = []  # names of the functions that are looked at
-        self.found: dict[int, Wait] = {}
+        self.found: dict[tuple[str, int], Wait] = {}
 
     def at_loop(self, code: HotCode) -> None:
         if code.loop in self._looked_at:
@@ -123,7 +144,8 @@ class _Look:
     def _statement(self, node: ast.stmt, values: Values) -> None:
         if isinstance(node, (ast.If, ast.While)):
             self._expression(node.test, values, truth=True)
-            if isinstance(node, ast.While) or not self._rare(node.test, values):
+            often = isinstance(node, ast.While) or not ends_the_loop(node, in_function=bool(self._inside))
+            if often and (isinstance(node, ast.While) or not self._rare(node.test, values)):
                 self._statements(node.body, values)
             self._statements(node.orelse, values)
         elif isinstance(node, (ast.For, ast.AsyncFor)):
@@ -148,7 +170,7 @@ class _Look:
                 self._returned[self._inside[-1]] = values.kind(node.value)
 
     def _rare(self, test: ast.expr, values: Values) -> bool:
-        return values.kind(test) == "device" or is_rare(test, self._constants)
+        return values.kind(test) == "device" or is_rare(test, self._constants, self._arguments)
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 
@@ -198,6 +220,8 @@ class _Look:
         given = [*node.args, *(word.value for word in node.keywords)]
         if name in _NUMBERS and any(values.kind(each) == "device" for each in node.args):
             self._note(node, f"{_NUMBERS[name]} of a tensor waits for it")
+        if name is not None and name.startswith(_READ_BY) and any(values.kind(each) == "device" for each in node.args):
+            self._note(node, f"{name}() of a tensor waits for it")
         if self._shows(name, node.func):
             self._shown(given, values, f"{(name or 'it').rpartition('.')[2]}() of a tensor waits for it")
         function = self._source.called(node)
@@ -206,6 +230,27 @@ class _Look:
             kinds = dict(zip(names, (values.kind(each) for each in node.args), strict=False))
             kinds |= {word.arg: values.kind(word.value) for word in node.keywords if word.arg is not None}
             self.at_function(function, {each: kinds.get(each) for each in names})
+        elif name in self._imported:
+            self._in_another_file(node, *self._imported[name], values)
+
+    def _in_another_file(self, node: ast.Call, module: str, name: str, values: Values) -> None:
+        """A function that the file imports from one beside it runs as often as its own."""
+        place = self._path.parent / Path(*module.split(".")) if module else self._path.parent
+        path = next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each in self._beside), None)
+        if path is None:
+            return
+        if path not in self._elsewhere:
+            source = _parsed(path, self._beside[path])
+            lines = self._beside[path].splitlines()
+            self._elsewhere[path] = _Look(source, path, lines, self._arguments, {}) if source is not None else None
+        look = self._elsewhere[path]
+        function = look._source.functions.get(name) if look is not None else None
+        if look is None or function is None:
+            return
+        names = [each.arg for each in function.args.args]
+        kinds = dict(zip(names, (values.kind(each) for each in node.args), strict=False))
+        look.at_function(function, {**dict.fromkeys(names), **kinds})
+        self.found |= look.found
 
     def _method(self, node: ast.Call, func: ast.Attribute, values: Values) -> None:
         of = values.kind(func.value)
@@ -239,4 +284,4 @@ class _Look:
     def _note(self, node: ast.AST, why: str) -> None:
         line = int(getattr(node, "lineno", 0))
         code = self._lines[line - 1].strip() if 0 < line <= len(self._lines) else ""
-        self.found.setdefault(line, Wait(self._file, line, code, why))
+        self.found.setdefault((self._file, line), Wait(self._file, line, code, why))
