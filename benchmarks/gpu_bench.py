@@ -1,8 +1,8 @@
 """What `gradus bench` finds on one GPU: the lines of the OSU lab, the device beside its datasheet, processes that share
 it, loader workers and storage.
 
-    PYTHONPATH=src:.vendor:tests python benchmarks/gpu_bench.py --out DIR           # about five minutes on an H200
-    PYTHONPATH=src:.vendor:tests python benchmarks/gpu_bench.py --out DIR --small   # tiny, on any machine
+    python benchmarks/gpu_bench.py --out DIR           # about five minutes on an H200
+    python benchmarks/gpu_bench.py --out DIR --small   # tiny, on any machine
 
 Each part is one call of what the command of the same name calls. DIR gets a document for each, which `gradus report`
 shows as a page, and bench.md with the tables, which are also printed last. A part that fails, or for which no time is

@@ -1,11 +1,11 @@
 """fp8 beside bf16 on one GPU: speed, memory and the loss over 200 steps, through gradus's own training step.
 
     python benchmarks/gpu_fp8.py                                  # all of it; prints tables, writes gpu_fp8.json
-    python benchmarks/gpu_fp8.py --models gpt-1.3b --steps 200    # a part that fits a short session
+    python benchmarks/gpu_fp8.py --models gpt-1.3b --steps 200    # a part of it
     python benchmarks/gpu_fp8.py --small                          # a quick check that it runs, on any machine
 
 Every way of scaling sees the same weights and the same samples in the same order. Throughput is over the steps after
-the first tenth, compilation left out; the loss gap is over the last tenth. The result goes to $OUT, if that is set.
+the first tenth, compilation left out; the loss gap is over the last tenth. The result goes to --out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -167,6 +166,7 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS), help="of bf16, tensor, row, block, mx, with commas")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--eager", action="store_true", help="without compilation")
+    parser.add_argument("--out", type=Path, default=Path("."))
     parsed = parser.parse_args()
     models = SMALL if parsed.small else MODELS
     chosen = parsed.models.split(",") if parsed.models else list(models)
@@ -174,12 +174,12 @@ def main() -> None:
     steps = 10 if parsed.small else parsed.steps
     compile = DEVICE.type == "cuda" and not parsed.eager
     rows: list[dict[str, Any]] = []
-    output = Path(os.environ.get("OUT", ".")) / "gpu_fp8.json"
+    output = parsed.out / "gpu_fp8.json"
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     for model, way in itertools.product(chosen, ways):
         settings, batch = models[model]
         rows.append(compare(model, settings, batch, steps, way, compile))
-        if not parsed.small or "OUT" in os.environ:  # after each one: a session may be cut short
+        if not parsed.small:  # after each one: an interrupt loses nothing
             output.write_text(json.dumps({"device": name, "torch": torch.__version__, "steps": steps, "rows": rows}))
     print(f"\n{name}, torch {torch.__version__}, {steps} steps, compile {compile}\n")
     print(table(rows))

@@ -2,7 +2,7 @@
 
 python benchmarks/gpu_speeds.py [--small] [--only matmul,attention] [--limit-seconds 100]
 
-Needs torch and nothing else. Prints a table and writes every row to $OUT/gpu_speeds.json (or ./gpu_speeds.json).
+Needs torch and nothing else. Prints a table and writes every row to gpu_speeds.json in --out.
 `--small` runs everything in tiny form, on a CPU too, which shows that the script works and nothing about speed.
 
 Times of the device are between two CUDA events, with the launches queued behind a kernel that sleeps, so that the host
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -692,8 +691,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--limit-seconds", type=float, default=100.0)
+    parser.add_argument("--out", type=Path, default=Path("."))
     given = parser.parse_args()
-    rows = Rows(Path(os.environ.get("OUT", ".")) / "gpu_speeds.json", given.small)
+    rows = Rows(given.out / "gpu_speeds.json", given.small)
     begin = time.perf_counter()
     for name in given.only.split(","):
         if time.perf_counter() - begin > given.limit_seconds:

@@ -1,8 +1,8 @@
 """Speed and memory knob by knob, precisions, loader and batch sweeps, and a tuning, on one GPU.
 
-    PYTHONPATH=src:.vendor:tests python benchmarks/gpu_tune.py --out DIR            # about six minutes on an H200
-    PYTHONPATH=src:.vendor:tests python benchmarks/gpu_tune.py --out DIR --parts knobs,tune
-    PYTHONPATH=src:.vendor:tests python benchmarks/gpu_tune.py --out DIR --small    # a quick check, on any machine
+    python benchmarks/gpu_tune.py --out DIR            # about six minutes on an H200
+    python benchmarks/gpu_tune.py --out DIR --parts knobs,tune
+    python benchmarks/gpu_tune.py --out DIR --small    # a quick check, on any machine
 
 Writes DIR/<part>.json as it goes, and DIR/gpu_tune.md with all tables, which are printed last. A part that would begin
 after `--minutes` is left out, and said to be.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -250,7 +249,7 @@ PARTS: dict[str, tuple[str, Callable[[Sizes, Path], tuple[BenchResult, list[str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--small", action="store_true")
@@ -277,7 +276,7 @@ def main() -> None:
             notes = [f"- {note}" for note in result.notes]
             written += [*lines, "", *notes, f"({time.monotonic() - start:.0f} s)", ""]
             text = "\n".join([f"# Measured on {_device()}", "", *written])
-            (asked.out / "gpu_tune.md").write_text(text + "\n")  # as far as it is: the machine may be gone any time
+            (asked.out / "gpu_tune.md").write_text(text + "\n")  # as far as it is: an interrupt loses nothing
     print("\n".join(written))
 
 

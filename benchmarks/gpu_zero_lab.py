@@ -6,14 +6,13 @@ python benchmarks/gpu_zero_lab.py --tiny    # the same commands with a small mod
 First, one rank: it must end with exit code 93 and an explanation (which term, how much, what would fit) and no
 traceback. Then `zero: 1` over two ranks: bf16 weights, fp32 master copy and Adam state are 8 bytes for each parameter
 on each rank, which is 18.42 GiB, measured on the tensors between forward and backward. Both go through `gradus train`.
-Lines are printed as the run goes; the numbers are also written to zero_lab.json in $OUT, or in --out.
+Lines are printed as the run goes; the numbers are also written to zero_lab.json in --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -175,7 +174,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--limit-gib", type=float, default=32.0)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--only", choices=["one", "two"])
     arguments = parser.parse_args()
     print(f"{'a tiny model' if arguments.tiny else 'bert-2.5b'}: {parameter_count(arguments):,} parameters", flush=True)

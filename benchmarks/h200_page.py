@@ -15,6 +15,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from gradus.hardware.catalogue import find_gpu
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "measured" / "bench"
 PAGE = ROOT / "docs" / "bench-h200.md"
@@ -51,9 +53,21 @@ def lab(found: list[Document]) -> list[str]:
         return f"{settings['precision']}{layout}", f"{rate:,.1f} ± {spread:.1f}", f"{summary['mfu']:.0%}", memory
 
     first = found[0]["settings"]
-    lines = [f"`gradus bench synthetic --model {first['model']} --batch-size {first['batch_size']} --num-iters 5`,"]
-    lines += ["eager; ± is 1.96 standard deviations of five iterations.", ""]
-    return lines + table(("precision", "img/sec per GPU", "MFU", "peak memory"), [row(one) for one in found])
+    command = f"gradus bench synthetic --model {first['model']} --batch-size {first['batch_size']} --num-iters 5"
+    lines = [
+        f"`{command} --precision P [--channels-last]`, eager; ± is 1.96 standard deviations of five iterations.",
+        "",
+    ]
+    lines += table(("precision", "img/sec per GPU", "MFU", "peak memory"), [row(one) for one in found])
+    peaks = find_gpu("NVIDIA H200")
+    assert peaks is not None
+    quoted = ", ".join(f"{name} {peaks.peak_tflops[name]:g}" for name in ("fp32", "tf32", "bf16"))
+    return [
+        *lines,
+        "",
+        f"MFU is the model's FLOPs over seconds and the quoted dense peak of the row's format ({quoted} TFLOP/s;",
+        "NVIDIA H200 datasheet).",
+    ]
 
 
 def device(found: list[Document]) -> list[str]:
@@ -61,14 +75,21 @@ def device(found: list[Document]) -> list[str]:
         (
             f"{one['group']}: {one['name']}",
             f"{one['value']:,.4g} {one['unit']}",
-            f"± {one['spread']:.1%}",
+            f"± {one['spread'] / 2:.1%}",
             f"{one['quoted']:,.4g}" if one["quoted"] is not None else "–",
             f"{one['share']:.0%}" if one["share"] is not None else "–",
         )
         for one in found[0]["rows"]
         if one["value"] is not None
     ]
-    return ["`gradus bench device`", "", *table(("what", "measured", "spread", "quoted", "reached"), rows)]
+    sources = sorted({one["source"] for one in found[0]["rows"] if one.get("source")})
+    return [
+        "`gradus bench device --seconds 0.6`",
+        "",
+        *table(("what", "measured", "spread", "quoted", "reached"), rows),
+        "",
+        f"Quoted from: {'; '.join(sources)}.",
+    ]
 
 
 def knobs(found: list[Document]) -> list[str]:
@@ -86,7 +107,8 @@ def knobs(found: list[Document]) -> list[str]:
     columns = ("method", "speed", "noise", "memory", "faster/smaller", "claimed (ICIAP 2025 talk of NVIDIA)")
     settings = found[0]["settings"]
     head = (
-        f"`gradus bench knobs --model {settings['recipe']} --batch-size {settings['batch']}`; " + found[0]["notes"][0]
+        f"`gradus bench knobs --model {settings['recipe']} --batch-size {settings['batch']} "
+        f"--repeats {settings['repeats']} --seconds 1.5`; {found[0]['notes'][0]}"
     )
     return [head + ".", "", *table(columns, rows)]
 
@@ -104,7 +126,15 @@ def sweep(found: list[Document]) -> list[str]:
         for one in found[0]["rows"]
         if one["samples_per_second"] is not None
     ]
-    return [found[0]["title"], "", *table(("setting", "samples/s", "spread", "over the first", "memory"), rows)]
+    how = (
+        "`python benchmarks/gpu_tune.py --parts workers,batches`: 50,000 pictures of random bytes in CIFAR-10's "
+        "format, two trials of 1.5 s each."
+    )
+    return [
+        f"{found[0]['title']}. {how}",
+        "",
+        *table(("setting", "samples/s", "spread", "over the first", "memory"), rows),
+    ]
 
 
 def breakdown(found: list[Document]) -> list[str]:
@@ -146,7 +176,7 @@ def page() -> str:
     lines += [
         "Written by `benchmarks/h200_page.py` from results in `benchmarks/measured/bench`. All measured, none quoted"
     ]
-    lines += ["unless the column says so.", ""]
+    lines += ["unless the column says so. ± is half of the range of repetitions, as a share of their median.", ""]
     for title, names, show in SECTIONS:
         found = [json.loads(path.read_text()) for name in names if (path := RESULTS / f"{name}.json").is_file()]
         if not found:

@@ -7,7 +7,7 @@
     python benchmarks/measure_cases.py --only "gpt2 b32 bf16,unet b128 bf16" --limit-seconds 60
     python benchmarks/measure_cases.py --small                # tiny models, on any machine; memory is None on a CPU
 
-Results are written after each case, to cases.json and what the profiler saw to kernels.json, both in $OUT. Each case
+Results are written after each case, to cases.json and what the profiler saw to kernels.json, both in --out. Each case
 trains through gradus's own step on batches that were made beforehand, so that no step waits for data.
 """
 
@@ -18,7 +18,6 @@ import gc
 import itertools
 import json
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -361,7 +360,7 @@ def main() -> None:
     parser.add_argument("--peaks", type=Path, default=Path(__file__).with_name("measured") / "h200.json")
     parser.add_argument("--no-profile", action="store_true", help="without what torch's profiler sees")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "measured")))
+    parser.add_argument("--out", type=Path, default=Path("measured"))
     parser.add_argument("--rank", nargs=2, metavar=("CASE", "FOLDER"), help="be one of the ranks of a sharded case")
     arguments = parser.parse_args()
     if arguments.rank:

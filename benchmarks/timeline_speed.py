@@ -1,6 +1,6 @@
 """How long the analysis of a big trace takes, and how much memory: a synthetic trace of a gigabyte.
 
-    PYTHONPATH=src python benchmarks/timeline_speed.py --out FOLDER [--small]
+    python benchmarks/timeline_speed.py --out FOLDER [--small]
 
 The trace looks as torch's profiler writes those of a GPU: operators, launches and kernels, each with its arguments.
 """

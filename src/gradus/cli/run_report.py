@@ -77,6 +77,6 @@ def _next_steps(result: Result, recipe: Recipe, recipe_path: str | None) -> list
     if recipe_path:
         half = f"optimizer.lr={recipe.optimizer.lr / 2:g}"
         tries.append((f"gradus train {recipe_path} --set {half}", "the same with half the learning rate"))
-    tries.append(("gradus models", "reference models to put into a recipe"))
+    tries.append((f"gradus explain {shown(result.run.path)}", "what slowed it down, and the exact change"))
     width = max(len(command) for command, _ in tries)
     return [f"{command:<{width}}   {why}" for command, why in tries]
