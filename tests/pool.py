@@ -18,10 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from gradus.parallel import world as worlds
 from gradus.parallel.world import connected
 
+MANY_THREADS = 60
 DEADLINE = 300.0  # seconds for one job; the longest takes about 30 on two busy cores
 
 
@@ -94,6 +98,7 @@ def _serve(pipe: Any) -> None:
         except BaseException:
             answer = ForkingPickler.dumps((False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"))
         _close_watches()
+        _forget_meshes()
         gc.collect()  # no model of this job may outlive the backends (see there)
         worlds.left_backends.clear()
         pipe.send_bytes(answer)  # last: the session removes the folder of the store, which a watch would write to again
@@ -104,6 +109,18 @@ def _close_watches() -> None:
     for thread in threading.enumerate():
         if thread.name == "gradus-watch" and (target := getattr(thread, "_target", None)) is not None:
             target.__self__.close()
+
+
+def _forget_meshes() -> None:
+    """torch remembers how it has divided tensors over a mesh, and with that the groups of meshes long gone. Each has
+    threads of gloo that look around 100 times a second: after many jobs they took a tenth of a core in each process.
+    """
+    if len(os.listdir("/proc/self/task")) < MANY_THREADS:
+        return
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _next_job(pipe: Any) -> Any:
