@@ -170,7 +170,9 @@ def test_killed_with_all_its_workers_it_goes_on(gradus: Gradus, tmp_path: Path) 
     for name in ("ant", "bee"):
         (source / name).mkdir(parents=True)
         for number in range(3000):
-            (source / name / f"{number}.jpg").write_bytes(bytes([255, 216, 255, number % 256]) * 500)
+            (source / name / f"{number}.jpg").write_bytes(
+                bytes([255, 216, 255, number % 256]) * 2000
+            )  # many shards: it is still at it
     arguments = ("data", "pack", str(source), str(tmp_path / "d"), "--shard-size", "64KiB", "--workers", "2")
     for wanted in (2, 30, 100):
         process = gradus.start(*arguments)
