@@ -304,7 +304,7 @@ def test_when_memory_runs_out_while_a_commit_waits_for_another_rank_saves_go_on(
     with writing(folder, 0, 2) as first, writing(folder, 1, 2, background=False) as second:
         first.save(1, {"a": torch.ones(3)}, {"state": {}})
         second._number += 1  # and never writes its part of step 1
-        monkeypatch.setattr(snapshot_module, "memory_left", lambda: 0)
+        monkeypatch.setattr(snapshot_module, "available_memory", lambda: 0)
         first.save(2, {"a": torch.ones(9_000_000)}, {"state": {}})
         second.save(2, {"b": torch.ones(3)}, None)
         report = first.wait("committed", 60)
