@@ -11,13 +11,13 @@ _PROC = Path("/proc")
 
 def cpu_name(proc: Path = _PROC) -> str | None:
     """What the processor calls itself; some say nothing."""
-    lines = _text(proc / "cpuinfo").splitlines()
+    lines = text_of(proc / "cpuinfo").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def physical_memory(proc: Path = _PROC) -> tuple[int | None, int | None]:
     """Bytes that the machine has, and those of them that are available to new work."""
-    found = dict(line.split(":", 1) for line in _text(proc / "meminfo").splitlines() if ":" in line)
+    found = dict(line.split(":", 1) for line in text_of(proc / "meminfo").splitlines() if ":" in line)
     total, available = (found[name].split()[0] if name in found else None for name in ("MemTotal", "MemAvailable"))
     return (int(total) * 1024 if total else None), (int(available) * 1024 if available else None)
 
@@ -28,7 +28,8 @@ def available_memory() -> int | None:
     return min(known, default=None)
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
+    """What a file of /proc says; nothing where there is none, or not any more."""
     try:
         return file.read_text()
     except OSError:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradus.hardware.cgroup import cpu_quota, cpu_seconds_used, memory_left, memory_limit
 from gradus.hardware.detect import within_quota
-from gradus.hardware.host import physical_memory
+from gradus.hardware.host import physical_memory, text_of
 from gradus.schema.device_sample import HostSample
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -89,7 +89,7 @@ class HostCounters:
         if cpu_quota() is not None and (used := cpu_seconds_used()) is not None:
             return used
         mine = {f"cpu{number}" for number in self._cores}
-        lines = [line.split() for line in _text(self._proc / "stat").splitlines()]
+        lines = [line.split() for line in text_of(self._proc / "stat").splitlines()]
         counted = [[int(word) for word in words[1:]] for words in lines if words and words[0] in mine]
         if not counted:
             return None
@@ -105,20 +105,13 @@ class HostCounters:
     def _used_by(self, pid: int) -> _Used | None:
         """None if it is gone."""
         # The name, in brackets, may have spaces in it.
-        fields = _text(self._proc / str(pid) / "stat").rpartition(")")[2].split()
+        fields = text_of(self._proc / str(pid) / "stat").rpartition(")")[2].split()
         if len(fields) < 13:
             return None
-        io = dict(line.split(": ", 1) for line in _text(self._proc / str(pid) / "io").splitlines() if ": " in line)
+        io = dict(line.split(": ", 1) for line in text_of(self._proc / str(pid) / "io").splitlines() if ": " in line)
         return _Used(
             int(fields[1]),
             (int(fields[11]) + int(fields[12])) / _TICKS,
             int(io["read_bytes"]) if "read_bytes" in io else None,
             int(io["write_bytes"]) if "write_bytes" in io else None,
         )
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

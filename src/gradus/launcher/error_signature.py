@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
-import gradus
+from gradus.schema.user_code import OUR_FOLDER
 
 _LONGEST = 300
 # Of a syntax error there is no function.
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
 _NOT_THE_USERS = re.compile(r"site-packages|dist-packages|/lib/python3|^<")
-_OURS = str(Path(gradus.__file__).parent) + "/"
 # In this order: a time holds numbers, and a path may too.
 _VARIABLE = (
     (re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}(?:[.,]\d+)?(?:Z|[+-]\d{2}:?\d{2})?"), "TIME"),
@@ -70,5 +69,5 @@ def _users_frames(traceback: str) -> list[re.Match[str]]:
     return [
         frame
         for frame in _FRAME.finditer(traceback)
-        if not _NOT_THE_USERS.search(frame["file"]) and not frame["file"].startswith(_OURS)
+        if not _NOT_THE_USERS.search(frame["file"]) and not frame["file"].startswith(OUR_FOLDER)
     ]

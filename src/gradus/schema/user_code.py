@@ -11,8 +11,9 @@ from pathlib import Path
 import gradus
 from gradus.schema.errors import GradusError, InputError
 
+OUR_FOLDER = str(Path(gradus.__file__).parent) + "/"
 # Code that is not the user's.
-_LIBRARIES = ("<frozen", str(Path(gradus.__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+_LIBRARIES = ("<frozen", OUR_FOLDER, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 
 
 def users_line(error: BaseException) -> traceback.FrameSummary | None:

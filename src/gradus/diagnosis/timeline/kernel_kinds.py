@@ -36,13 +36,14 @@ _TENSOR_CORES = re.compile(
     r"|sdpa_sm\d+|s\d{4,}gemm|_s16816|_h16816|sm\d+_xmma",
     re.I,
 )
-# SIMT kernels multiply with ordinary arithmetic. Those that may load only one or two numbers at a time, since sizes are
-# no multiples of 8, have tensor cores that they cannot feed.
+# What multiplies with ordinary arithmetic.
 _NO_TENSOR_CORES = re.compile(
-    r"simt|sgemm|dgemm|cgemm|zgemm|sgemv|gemv|ffma|_scudnn_|scudnn|implicit_convolve_sgemm|winograd|gemmsn|gemmk1"
-    r"|dot_kernel|xmma_gemm_f32f32_f32f32_f32_|_align[12](?!\d)",
+    r"sgemm|dgemm|cgemm|zgemm|sgemv|gemv|_scudnn_|scudnn|implicit_convolve_sgemm|winograd|gemmsn|gemmk1"
+    r"|dot_kernel",
     re.I,
 )
+# The same, though other parts of the name may say tensor cores: SIMT kernels; and those that may load only one or two
+# numbers at a time, since sizes are no multiples of 8, and so cannot feed the tensor cores that they have.
 _IN_NAME_ONLY = re.compile(r"simt|ffma|xmma_gemm_f32f32_f32f32_f32_|_align[12](?!\d)", re.I)
 
 
@@ -67,7 +68,9 @@ def uses_tensor_cores(name: str) -> bool | None:
     """
     if not is_matmul(name):
         return None
+    if _IN_NAME_ONLY.search(name):
+        return False
     # First what says tensor cores: "cutlass_80_tensorop_s1688gemm_128x64" has "gemm" after an s, too.
-    if _TENSOR_CORES.search(name) and not _IN_NAME_ONLY.search(name):
+    if _TENSOR_CORES.search(name):
         return True
     return False if _NO_TENSOR_CORES.search(name) else None

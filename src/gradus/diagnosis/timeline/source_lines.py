@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import gradus
+from gradus.schema.user_code import OUR_FOLDER
 
 _FRAME = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 _LIBRARIES = frozenset(
@@ -59,7 +59,6 @@ _LIBRARIES = frozenset(
         "pluggy",
     )
 )
-_OURS = str(Path(gradus.__file__).parent) + "/"
 _INSTALLED = re.compile(r"(?:^|/)(?:site-packages|dist-packages|lib/python3[^/]*)/|^<")
 # What reads a value of a tensor without a method of its, which a trace would name: by torch's operator.
 _CALLS = {
@@ -110,7 +109,7 @@ class Sources:
         first = Path(file).parts[0] if Path(file).parts else file
         if file.startswith("<") or first.removesuffix(".py") in sys.stdlib_module_names or first in _LIBRARIES:
             return False
-        if _INSTALLED.search(file) or file.startswith(_OURS):
+        if _INSTALLED.search(file) or file.startswith(OUR_FOLDER):
             return False
         if self._paths and (place := self.found(file)) is not None:
             return not _INSTALLED.search(str(place))

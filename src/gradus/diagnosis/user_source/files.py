@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import gradus
 from gradus.diagnosis.evidence import Evidence
 from gradus.launcher.script import Script
 from gradus.schema.callables import is_import_path
 from gradus.schema.recipe import Recipe
+from gradus.schema.user_code import OUR_FOLDER
 
 _MOST_FILES = 40  # of a script: what it imports from its own folder
 _LARGEST_BYTES = 2_000_000
@@ -75,7 +75,7 @@ def _typed(evidence: Evidence) -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    return Path(os.path.abspath(path)).is_relative_to(Path(gradus.__file__).parent)
+    return os.path.abspath(path).startswith(OUR_FOLDER)
 
 
 def _with_neighbours(path: Path) -> list[Path]:

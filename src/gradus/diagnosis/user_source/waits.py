@@ -74,6 +74,14 @@ def _parsed(path: Path, text: str) -> SourceFile | None:
         return None
 
 
+def _given(call: ast.Call, function: Function, values: Values) -> dict[str, Kind | None]:
+    """What a call gives to each name that the function has for it."""
+    names = [each.arg for each in function.args.args if each.arg not in ("self", "cls")]
+    kinds = dict(zip(names, (values.kind(each) for each in call.args), strict=False))
+    kinds |= {word.arg: values.kind(word.value) for word in call.keywords if word.arg is not None}
+    return {each: kinds.get(each) for each in names}
+
+
 class _Look:
     def __init__(
         self, source: SourceFile, path: Path, lines: list[str], arguments: frozenset[str], beside: Mapping[Path, str]
@@ -226,10 +234,7 @@ class _Look:
             self._shown(given, values, f"{(name or 'it').rpartition('.')[2]}() of a tensor waits for it")
         function = self._source.called(node)
         if function is not None:
-            names = [each.arg for each in function.args.args if each.arg not in ("self", "cls")]
-            kinds = dict(zip(names, (values.kind(each) for each in node.args), strict=False))
-            kinds |= {word.arg: values.kind(word.value) for word in node.keywords if word.arg is not None}
-            self.at_function(function, {each: kinds.get(each) for each in names})
+            self.at_function(function, _given(node, function, values))
         elif name in self._imported:
             self._in_another_file(node, *self._imported[name], values)
 
@@ -247,9 +252,7 @@ class _Look:
         function = look._source.functions.get(name) if look is not None else None
         if look is None or function is None:
             return
-        names = [each.arg for each in function.args.args]
-        kinds = dict(zip(names, (values.kind(each) for each in node.args), strict=False))
-        look.at_function(function, {**dict.fromkeys(names), **kinds})
+        look.at_function(function, _given(node, function, values))
         self.found |= look.found
 
     def _method(self, node: ast.Call, func: ast.Attribute, values: Values) -> None:
