@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,29 @@ def test_clocks_are_compared_by_round_trips(monkeypatch):
     clock = member.clock()
     hub.close()
     assert clock.offset_seconds == pytest.approx(ahead, abs=clock.uncertainty_seconds + 1e-3)
+
+
+def test_the_hub_does_not_leave_before_a_report_is_answered(monkeypatch):
+    hub = Hub(1, "key", 0, time.monotonic() + 30)
+    answer, may_answer = hub._answer, threading.Event()
+
+    def later(index: int, question: dict[str, Any]) -> dict[str, Any]:
+        if question["ask"] == "report":
+            may_answer.wait(30)
+        return answer(index, question)
+
+    monkeypatch.setattr(hub, "_answer", later)
+    member = Member.connected(("127.0.0.1",), hub.port, 0, "key", time.monotonic() + 30)
+    member.join({}, 30)
+    reporting = threading.Thread(target=member.report, args=({"fit": True},))
+    reporting.start()
+    hub.wait_for_reports(time.monotonic() + 0.3)
+    assert hub.reports == {}
+    may_answer.set()
+    hub.wait_for_reports(time.monotonic() + 30)
+    assert hub.reports == {0: {"fit": True}}
+    reporting.join(30)
+    hub.close()
 
 
 def test_a_stranger_who_answers_is_not_the_hub(monkeypatch):

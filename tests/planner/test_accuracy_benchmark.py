@@ -116,9 +116,10 @@ def test_files_are_merged_and_a_failure_does_not_hide_what_was_measured(accuracy
 @pytest.mark.slow
 def test_small_cases_are_measured_on_any_machine(tmp_path: Path) -> None:
     names = ["gpt2 b64 micro 16 bf16", "unet b128 bf16"]
+    options = ["--small", "--only", ",".join(names), "--out", str(tmp_path)]
     subprocess.run(
-        [sys.executable, str(BENCHMARKS / "measure_cases.py"), "--small", "--only", ",".join(names)],
-        env={**os.environ, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, str(BENCHMARKS / "measure_cases.py"), *options],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         check=True,
         timeout=300,
     )

@@ -70,6 +70,10 @@ class Hub:
                 index = int(question["index"])
                 stream.write(json.dumps(self._answer(index, question)) + "\n")
                 stream.flush()
+                if question["ask"] == "report":  # only now: once it has all reports, this task may end
+                    with self._changed:
+                        self.reports[index] = question["report"]
+                        self._changed.notify_all()
         if index is not None:
             with self._changed:
                 self._gone.add(index)
@@ -79,22 +83,20 @@ class Hub:
         asked = question["ask"]
         if asked == "time":
             return {"time": time.time()}
+        if asked == "report":
+            return {}
         with self._changed:
             if asked == "join":
                 self._members[index] = question["member"]
                 self._changed.notify_all()
                 self._wait(lambda: len(self._members) == self._expected, question["seconds"])
                 return {"members": [{"index": at, **self._members[at]} for at in sorted(self._members)]}
-            if asked == "barrier":
-                here = self._arrived.setdefault(question["name"], {})
-                here[index] = question["vote"]
-                self._changed.notify_all()
-                self._wait(lambda: set(self._members) <= set(here) | self._gone, question["seconds"])
-                late = sorted(set(self._members) - set(here))
-                return {"late": late, "agreed": not late and all(here.values())}
-            self.reports[index] = question["report"]
+            here = self._arrived.setdefault(question["name"], {})
+            here[index] = question["vote"]
             self._changed.notify_all()
-            return {}
+            self._wait(lambda: set(self._members) <= set(here) | self._gone, question["seconds"])
+            late = sorted(set(self._members) - set(here))
+            return {"late": late, "agreed": not late and all(here.values())}
 
     def _wait(self, condition: Any, seconds: float) -> None:
         self._changed.wait_for(condition, max(0.0, min(seconds, self._until - time.monotonic())))
