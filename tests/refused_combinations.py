@@ -64,6 +64,14 @@ REFUSED_COMBINATIONS: list[Refusal] = [
         "plan.channels_last: found true, but FSDP2 divides only weights that lie in memory row by row",
     ),
     (
+        "loss_chunks, tensor",
+        {"mesh": {"tensor": 2}, "loss_chunks": 4},
+        {},
+        CPU,
+        "plan.loss_chunks: found 4, but mesh.tensor is 2: each rank has the logits of its own part of the vocabulary "
+        "alone",
+    ),
+    (
         "synchronise_every, not only replicas",
         {"mesh": {"replicate": 2, "tensor": 2}, "synchronise_every": 4},
         {},

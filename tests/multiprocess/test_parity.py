@@ -61,6 +61,21 @@ def test_float64_curve_is_the_same_on_any_number_of_ranks(
     assert_same(found, alone(model, plan={"precision": "fp64"}))
 
 
+CHUNKED: dict[str, tuple[int, dict[str, Any]]] = {
+    "replicate, accumulate": (2, {"accumulate": 2}),
+    "zero 3": (2, {"mesh": {"shard": 2}, "zero": 3}),
+    "pipeline": (2, {"mesh": {"pipeline": 2}, "accumulate": 3}),
+    "context": (2, {"mesh": {"context": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", CHUNKED)
+def test_a_loss_in_chunks_is_the_same_loss(pool: Pool, alone: Alone, tmp_path: Path, case: str) -> None:
+    ranks, plan = CHUNKED[case]
+    found = run_on(pool, ranks, tmp_path, recipe_for("gpt", plan={"precision": "fp64", "loss_chunks": 5, **plan}))
+    assert_same(found, alone("gpt", plan={"precision": "fp64"}))
+
+
 @pytest.mark.parametrize(
     ("model", "ranks"), [*(("gpt", ranks) for ranks in (2, 3, 4)), ("simple-cnn", 3), ("resnet18", 4)]
 )

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gradus.launcher.node_ranks import RANK_MODULE
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
 from gradus.record.status import read_status
@@ -48,7 +49,7 @@ def ranks_of(run: RunDirectory) -> list[int]:
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if "gradus.training.rank" in words and str(run.path) in words and "torch.distributed.run" not in words:
+            if RANK_MODULE in words and str(run.path) in words and "torch.distributed.run" not in words:
                 found.append(int(entry.name))
     return found
 

@@ -29,7 +29,7 @@ from gradus.launcher.torchrun import LOOPBACK, Meeting, rank_environment, torchr
 from gradus.record.stop import requested_end
 from gradus.record.variables import BIND, DEADLINE, DRY_RUN
 
-_RANK_MODULE = "gradus.training.rank"
+RANK_MODULE = "gradus.training.rank_process"
 _LOOK_EVERY_SECONDS = 1.0
 _KILL_AFTER_SECONDS = 3.0
 
@@ -163,7 +163,7 @@ def _before_it_starts(of_a_job: bool, ranks_end_on_sigterm: bool) -> None:
 
 def _program(launch: Launch, of_a_job: bool) -> Sequence[str]:
     if launch.script is None:
-        return ["--module", _RANK_MODULE, str(launch.run.path), str(launch.attempt)]
+        return ["--module", RANK_MODULE, str(launch.run.path), str(launch.attempt)]
     if not of_a_job:
         return launch.script.torchrun_arguments
     # A script's ranks are told by SIGTERM, as they are anywhere else.

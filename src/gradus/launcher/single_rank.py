@@ -19,14 +19,12 @@ from gradus.hardware.detect import usable_cores
 from gradus.launcher.attempt import Launch
 from gradus.launcher.device_sampler import DeviceSampler, gpus_used_by
 from gradus.launcher.gathering import Place
-from gradus.launcher.node_ranks import variables_of
+from gradus.launcher.node_ranks import RANK_MODULE, variables_of
 from gradus.launcher.processes import attempt_processes, marks
 from gradus.launcher.rank_output import STREAMS, RankOutput
 from gradus.launcher.torchrun import rank_environment
 from gradus.record.node import node_name
 from gradus.record.variables import BIND, DRY_RUN, GPU, OWN, PARENT_RANKS
-
-_RANK_MODULE = "gradus.training.rank"
 
 
 class SingleRank:
@@ -101,7 +99,7 @@ def failure_table(rank: int, local_rank: int, pid: int, code: int) -> str:
 
 def _command(launch: Launch) -> Sequence[str]:
     if launch.script is None:
-        return [sys.executable, "-m", _RANK_MODULE, str(launch.run.path), str(launch.attempt)]
+        return [sys.executable, "-m", RANK_MODULE, str(launch.run.path), str(launch.attempt)]
     return [sys.executable, "-m", "gradus.launcher.script_rank", *launch.script.command]
 
 

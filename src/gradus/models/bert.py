@@ -10,7 +10,7 @@ from gradus.models.documents import given, positions_in
 from gradus.models.flops import FORWARD_AND_BACKWARD
 from gradus.models.initialise import BareLayers, init_transformer
 from gradus.models.layers import Attention, GeluMLP, LayerNorm, every_position, require_length, text_tensor_plan
-from gradus.models.output import LossOutput, classification_loss
+from gradus.models.output import LossOutput, layer_and_loss
 from gradus.models.settings import BERTSettings
 
 
@@ -65,11 +65,14 @@ class Head(nn.Module):
         self.dense = nn.Linear(settings.width, settings.width)
         self.norm = LayerNorm(settings.width, eps=settings.norm_eps)
         self.decoder = nn.Linear(settings.width, settings.vocabulary)
-        self.loss = classification_loss  # replaced where the vocabulary is split over ranks
+        self.loss = layer_and_loss  # replaced where the vocabulary is split over ranks, or the loss in chunks
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
-        logits: Tensor = self.decoder(self.norm(F.gelu(self.dense(x))))
-        return logits if targets is None else LossOutput(*self.loss(logits, targets, self.training))
+        x = self.norm(F.gelu(self.dense(x)))
+        if targets is None:
+            logits: Tensor = self.decoder(x)
+            return logits
+        return LossOutput(*self.loss(self.decoder, x, targets, self.training))
 
 
 class BERT(nn.Module):

@@ -23,7 +23,7 @@ from gradus.models.layers import (
     require_length,
     text_tensor_plan,
 )
-from gradus.models.output import LossOutput, classification_loss
+from gradus.models.output import LossOutput, layer_and_loss
 from gradus.models.settings import GPTSettings
 
 
@@ -131,11 +131,14 @@ class Head(nn.Module):
         super().__init__()
         self.norm = make_norm(settings)
         self.output = nn.Linear(settings.width, settings.vocabulary, bias=False)
-        self.loss = classification_loss  # replaced where the vocabulary is split over ranks
+        self.loss = layer_and_loss  # replaced where the vocabulary is split over ranks, or the loss in chunks
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | LossOutput:
-        logits: Tensor = self.output(self.norm(x))
-        return logits if targets is None else LossOutput(*self.loss(logits, targets, self.training))
+        x = self.norm(x)
+        if targets is None:
+            logits: Tensor = self.output(x)
+            return logits
+        return LossOutput(*self.loss(self.output, x, targets, self.training))
 
 
 class GPT(nn.Module):

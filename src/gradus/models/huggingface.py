@@ -182,11 +182,13 @@ def _derived(kind: type[nn.Module]) -> type[nn.Module]:
             return kind.forward(self, *positional, **named)
         inputs, targets, others = ours
         logits = _logits(self, kind, inputs, targets, others)
-        return logits if targets is None else classification_loss(logits, targets, self.training)
+        loss: Any = self.loss_of_logits
+        return logits if targets is None else loss(logits, targets, self.training)
 
     forward.__signature__ = _signature(kind)  # type: ignore[attr-defined]
     # The name is that of the model's own class, because save_pretrained writes it down.
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__, "__doc__": kind.__doc__})
+    added = {"forward": forward, "loss_of_logits": staticmethod(classification_loss)}
+    return type(kind.__name__, (kind,), {**added, "__module__": __name__, "__doc__": kind.__doc__})
 
 
 def _signature(kind: type[nn.Module]) -> inspect.Signature:

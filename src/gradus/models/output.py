@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORED = -100  # a target that is not predicted: padding, or a token that was not masked
 
@@ -28,3 +28,8 @@ def classification_loss(logits: Tensor, targets: Tensor, training: bool) -> Loss
     # No class is IGNORED, so an ignored target is never counted as right.
     correct = None if training else (logits.argmax(dim=-1) == targets).sum().to(loss_sum.dtype)
     return LossOutput(loss_sum, count, correct)
+
+
+def layer_and_loss(layer: nn.Module, x: Tensor, targets: Tensor, training: bool) -> LossOutput:
+    """Cross-entropy of what an output layer makes of `x`."""
+    return classification_loss(layer(x), targets, training)

@@ -142,6 +142,19 @@ def _channels_last_sharded(case: Case) -> InputError | None:
     )
 
 
+def _loss_chunks_tensor(case: Case) -> InputError | None:
+    plan = case.plan
+    if plan.loss_chunks == 1 or plan.mesh.tensor == 1:
+        return None
+    return refused(
+        "plan.loss_chunks",
+        plan.loss_chunks,
+        f"mesh.tensor is {plan.mesh.tensor}: each rank has the logits of its own part of the vocabulary alone",
+        allowed=1,
+        hint="use plan.loss_chunks=1, or plan.mesh.tensor=1",
+    )
+
+
 # --- gradients
 
 
@@ -280,6 +293,7 @@ RULES: dict[str, Rule] = {
     "expert, selective recomputation": _expert_selective,
     "offload, zero 0": _offload_zero,
     "channels_last, sharded": _channels_last_sharded,
+    "loss_chunks, tensor": _loss_chunks_tensor,
     "synchronise_every, not only replicas": _local_steps,
     "synchronise_every, compression": _compressed_local_steps,
     "synchronise_every, fp16": _fp16_local_steps,

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -361,7 +360,12 @@ def _divide_loss(head: nn.Module, output: nn.Module, mesh: DeviceMesh) -> None:
     """Let a head compute its loss from divided logits; without targets, it still returns whole ones."""
     assert hasattr(head, "loss"), f"{type(head).__name__} has no loss to replace"
     first = local_part(cast(Tensor, output.weight)).offset[0]
-    head.loss = partial(vocabulary_loss, first=first, group=mesh.get_group())  # type: ignore[assignment]
+    group = mesh.get_group()
+
+    def loss(layer: nn.Module, x: Tensor, targets: Tensor, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        return vocabulary_loss(layer(x), targets, training, first=first, group=group)
+
+    head.loss = loss  # type: ignore[assignment]
     head.register_forward_hook(_whole)
 
 

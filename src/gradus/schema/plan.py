@@ -111,6 +111,7 @@ class Plan(BaseModel):
     accumulate_dtype: Literal["fp32", "parameters"] = "fp32"  # of sums over micro-batches, if parameters are 16 bit
     precision: Precision = "fp32"
     recompute: Literal["none", "selective", "full"] = "none"
+    loss_chunks: int = Field(1, ge=1)  # output layer and loss work on so many parts of the tokens, one after the other
     activation_offload: bool = False  # what backward needs of each block waits in host memory
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     stages_per_rank: int = Field(1, ge=1)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gradus.parallel.blocks import parameter_count, repeated_blocks
+from gradus.training.chunked_loss import OutputLayer
 
 MINIMUM_SHARE = (
     0.5  # of the parameters: with less in blocks that look alike, there is more to gain from the whole graph
@@ -39,7 +40,7 @@ def parts_to_compile(model: nn.Module) -> list[nn.Module]:
 
     def around(module: nn.Module) -> list[nn.Module]:
         """The largest modules that hold no repeated block."""
-        if id(module) in inside:
+        if id(module) in inside or isinstance(module, OutputLayer):  # which does nothing in training
             return []
         if not any(id(child) in inside for child in module.modules()):
             return [module] if any(True for _ in module.parameters()) else []

@@ -57,10 +57,12 @@ from gradus.schema.recipe import Recipe
 from gradus.training.accumulation import check_parameters_are_wide
 from gradus.training.breakdown import Timings
 from gradus.training.building import open_data
+from gradus.training.chunked_loss import Chunks
 from gradus.training.described import Described, described_model
 from gradus.training.evaluation import Measure, evaluate
 from gradus.training.float8 import Float8Layers, choose_layers
 from gradus.training.hooks import Hooks
+from gradus.training.loss_placement import chunk_loss
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
 from gradus.training.out_of_memory import out_of_memory_explained
@@ -237,6 +239,9 @@ class LiveRun:
         self.flops_per_sample = _flops_per_sample(model)
         may_pad = self._some_rank_may_pad()
         names = {parameter: name for name, parameter in model.named_parameters()}
+        if plan.loss_chunks > 1:
+            example = self._example() if self.objective is not None else None
+            chunk_loss(model, Chunks(plan.loss_chunks, compiled=plan.compile), self.objective, example)
         # Said in `begin`, of the whole model: a pipeline leaves this rank a part of it.
         self.recompute_note = recompute_note(model, plan)
         self.float8_layers = choose_layers(model, plan.fp8_scaling) if plan.precision == "fp8" else None
@@ -504,9 +509,12 @@ class LiveRun:
     def _wiring(self, model: nn.Module) -> Wiring:
         """Where the model may be cut into stages, seen on a batch of one sample."""
         assert self.objective is not None, "own loops have no pipeline"
+        return wiring_of(model, self.recipe, self.plan, self.objective, self._example())
+
+    def _example(self) -> Any:
+        """A batch of one sample, for its shapes."""
         raw = self.train_data.fetch(np.zeros(1, dtype=np.int64), self.recipe.seed)
-        example = self.train_data.finish(raw, self.numbers.parameters)
-        return wiring_of(model, self.recipe, self.plan, self.objective, example)
+        return self.train_data.finish(raw, self.numbers.parameters)
 
     def _rows_at_once(self) -> int | None:
         """How many tokens a layer of this rank sees in one micro-batch."""

@@ -55,7 +55,7 @@ def debug_rank(run: RunDirectory, attempt: int) -> Ending:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """The entry point of a rank under torchrun."""
+    """What the process of a rank does (see `rank_process`)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("attempt", type=int)
@@ -92,7 +92,3 @@ def _fail(run: RunDirectory, attempt: int, error: Exception, rank: int) -> NoRet
     traceback.print_exception(error)
     tell_failure(run, attempt, error, rank)
     leave(EXIT_FAILED)
-
-
-if __name__ == "__main__":
-    main()

@@ -47,6 +47,7 @@ def profile_of(
     micro_batches: tuple[int, int] = SAMPLES,
     fused_attention: bool = True,
     fp8_scaling: Scaling = "tensor",
+    loss_chunks: int = 1,
 ) -> ModelProfile:
     """What the recipe's model does in a step, forward and backward, as CUDA would run it.
 
@@ -61,9 +62,8 @@ def profile_of(
     )
     dtype = torch.float64 if precision == "fp64" else torch.float32
     with torch.random.fork_rng(devices=[]):  # whoever plans and then trains here draws what they would have drawn
-        traced = _traced(
-            recipe, numbers, dtype, micro_batches, channels_last, fp8_scaling if precision == "fp8" else None
-        )
+        scaling = fp8_scaling if precision == "fp8" else None
+        traced = _traced(recipe, numbers, dtype, micro_batches, channels_last, scaling, loss_chunks)
     return replace(traced, precision=precision, narrow_parameters=narrow_parameters)
 
 
@@ -74,27 +74,32 @@ def _traced(
     micro_batches: tuple[int, int],
     channels_last: bool,
     fp8_scaling: Scaling | None,
+    loss_chunks: int,
 ) -> ModelProfile:
+    from gradus.training.chunked_loss import Chunks
     from gradus.training.compilation import names_of_compiled
     from gradus.training.described import outlined_model
     from gradus.training.float8 import use_float8
+    from gradus.training.loss_placement import chunk_loss
     from gradus.training.objective import Objective
 
     model, problem = outlined_model(recipe, dtype)
     styles = divided_layers(model, recipe.tensor_plan)
     experts = frozenset(name for name, module in model.named_modules() if isinstance(module, Experts))
+    objective = Objective(recipe, model)
+    examples = Examples(recipe, dtype, channels_last)
+    if loss_chunks > 1:
+        chunk_loss(model, Chunks(loss_chunks, compiled=False), objective, examples.batch(1))
     if fp8_scaling is not None:
         use_float8(model, fp8_scaling)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     fake = FakeModel(model, numbers, styles, experts)
-    objective = Objective(recipe, model)
 
     def loss_of(model: nn.Module, batch: Any, samples: int) -> Tensor:
         losses = objective(model, batch, samples)
         return losses.loss_sum / losses.count.to(losses.loss_sum.dtype)
 
-    examples = Examples(recipe, dtype, channels_last)
     bare = ModelProfile(
         name=recipe.model.use,
         micro_batches=micro_batches,

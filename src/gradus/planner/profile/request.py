@@ -37,6 +37,7 @@ class ProfileRequest:
     capability: tuple[int, int] | None = None  # of the GPU, by which torch chooses attention kernels
     channels_last: bool = False
     fp8_scaling: Scaling | None = None  # of precision fp8
+    loss_chunks: int = 1
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> ProfileRequest:
@@ -48,7 +49,7 @@ def request_for(plan: Plan, cluster: Cluster) -> ProfileRequest:
     """The trace that a plan is predicted from."""
     narrow = plan.sharded and plan.precision in NARROW
     scaling = plan.fp8_scaling if plan.precision == "fp8" else None
-    return ProfileRequest(plan.precision, narrow, capability_of(cluster), plan.channels_last, scaling)
+    return ProfileRequest(plan.precision, narrow, capability_of(cluster), plan.channels_last, scaling, plan.loss_chunks)
 
 
 def capability_of(cluster: Cluster) -> tuple[int, int] | None:
@@ -94,6 +95,7 @@ def traced_here(recipe: Recipe, request: ProfileRequest) -> ModelProfile:
                 capability=request.capability,
                 channels_last=request.channels_last,
                 fp8_scaling=request.fp8_scaling or "tensor",
+                loss_chunks=request.loss_chunks,
             )
         except InputError:
             raise

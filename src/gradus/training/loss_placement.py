@@ -1,0 +1,162 @@
+"""Loss placement: finds a model's output layer and its loss, so that the loss can apply the layer to a few tokens at a
+time.
+
+A model may do anything between the two: cap logits, scale them, use them twice. So it is run once on tensors without
+values, and only where the loss is given the very tensor that a layer returned does the loss take over
+that layer's work. Reference models offer it by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # private, but models ask for it where they branch on values
+from torch.func import functional_call
+
+from gradus.data.transfer import mapped
+from gradus.models.output import IGNORED, LossOutput, classification_loss, layer_and_loss
+from gradus.schema.errors import InputError
+from gradus.schema.foreign import is_pretrained_model
+from gradus.training.chunked_loss import Chunks, OutputLayer
+from gradus.training.objective import Batch, Objective
+
+FIELD = "plan.loss_chunks"
+
+
+def chunk_loss(model: nn.Module, chunks: Chunks, objective: Objective | None, example: Batch | None) -> None:
+    """Let the model's loss, in place, work on one part of the tokens after the other. Before the model is split.
+
+    `example` is a batch of which only the shapes matter. Own loops have no objective, and so no example.
+    """
+    name = type(model).__name__
+    head = next((module for module in model.modules() if getattr(module, "loss", None) is layer_and_loss), None)
+    if head is not None:
+        head.loss = _OfHead(chunks)  # type: ignore[assignment]
+    elif objective is None or example is None:
+        raise _refused(f"in an own loop, the loss of {name} is computed where gradus does not see it")
+    elif objective.cross_entropy:
+        layer = _layer_before(model, objective, example, objective.logits_of)
+        objective.use_chunks(layer, chunks)
+        layer.__class__ = OutputLayer
+    elif is_pretrained_model(type(model)):
+        _chunk_huggingface(model, chunks, objective, example)
+    else:
+        raise _refused(f"{name} computes its loss itself", hint="let it return logits, and use `loss: cross-entropy`")
+
+
+@dataclass(frozen=True)
+class _OfHead:
+    """In place of `layer_and_loss`, in the head of a reference model."""
+
+    chunks: Chunks
+
+    def __call__(self, layer: nn.Linear, x: Tensor, targets: Tensor, training: bool) -> LossOutput:
+        if not training:  # how many are predicted right is counted from all logits
+            return layer_and_loss(layer, x, targets, training)
+        return LossOutput(*self.chunks.sum_and_count(layer, x, targets), None)
+
+
+@dataclass(frozen=True)
+class _OfLogits:
+    """In place of `classification_loss`, in a Hugging Face model that is given batches of our own sources."""
+
+    layer: nn.Linear
+    chunks: Chunks
+
+    def __call__(self, logits: Tensor, targets: Tensor, training: bool) -> LossOutput:
+        if not training:
+            return classification_loss(logits, targets, training)
+        return LossOutput(*self.chunks.sum_and_count(self.layer, logits, targets), None)
+
+
+@dataclass(frozen=True)
+class _OfLabels:
+    """In place of the `loss_function` of a causal language model of Hugging Face, with its arguments."""
+
+    layer: nn.Linear
+    chunks: Chunks
+    whole: Callable[..., Tensor]
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Tensor:
+        if not self.layer.training:
+            return self.whole(logits=logits, labels=labels, vocab_size=vocab_size, **more)
+        targets = more.get("shift_labels")
+        if targets is None:  # each token predicts the next
+            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        loss_sum, count = self.chunks.sum_and_count(self.layer, logits, targets)
+        divisor = more.get("num_items_in_batch")
+        return loss_sum / (count if divisor is None else divisor)
+
+
+def _chunk_huggingface(model: Any, chunks: Chunks, objective: Objective, example: Batch) -> None:
+    whole = model.loss_function
+    given: dict[str, Tensor] = {}
+
+    def own(logits: Tensor, targets: Tensor, training: bool) -> LossOutput:
+        given["loss_of_logits"] = logits
+        return classification_loss(logits, targets, training)
+
+    def theirs(logits: Tensor, *positional: Any, **named: Any) -> Any:
+        given["loss_function"] = logits
+        return whole(logits, *positional, **named)
+
+    model.loss_of_logits, model.loss_function = own, theirs
+    try:
+        layer = _layer_before(model, objective, example, lambda _: next(iter(given.values()), None))
+    finally:
+        del model.loss_of_logits, model._loss_function
+    if "loss_of_logits" in given:
+        model.loss_of_logits = _OfLogits(layer, chunks)
+    elif getattr(whole, "__name__", "") == "ForCausalLMLoss":
+        model.loss_function = _OfLabels(layer, chunks, whole)
+    else:
+        raise _refused(f"the loss of {type(model).__name__} is not that of a causal language model")
+    layer.__class__ = OutputLayer
+
+
+def _layer_before(model: nn.Module, objective: Objective, example: Batch, logits_of: Callable[[Any], Any]) -> nn.Linear:
+    """The Linear layer that returned the very logits of which the loss is computed."""
+    returned: list[tuple[Tensor, nn.Linear]] = []
+
+    def note(layer: nn.Linear, _: Any, y: Tensor) -> None:
+        returned.append((y, layer))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules() if type(module) is nn.Linear]
+    try:
+        output = _run_without_values(model, objective, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = logits_of(output)
+    layers = [layer for y, layer in returned if y is logits]
+    if not layers:
+        raise _refused(f"what {type(model).__name__} computes its loss of is not what a Linear layer of it returned")
+    return layers[0]
+
+
+def _run_without_values(model: nn.Module, objective: Objective, example: Batch) -> Any:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    faked = {name: mode.from_tensor(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    batch = mapped(example, mode.from_tensor)
+
+    def called(*positional: Any, **named: Any) -> Any:
+        return functional_call(model, {**faked}, positional, named)
+
+    try:
+        with mode, torch.no_grad():
+            return objective.answer(called, batch)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise _refused(
+            f"where {type(model).__name__} computes its loss cannot be seen without data: "
+            f"{type(error).__name__}: {first}"
+        ) from error
+
+
+def _refused(why: str, hint: str = "") -> InputError:
+    return InputError(f"{FIELD}: {why}", hint=hint or f"use {FIELD}=1", field=FIELD, allowed=1)

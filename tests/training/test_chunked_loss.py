@@ -1,0 +1,261 @@
+"""Chunked loss: what it computes is what the whole computes, with less memory, for any model where it can be."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from huggingface_cases import VOCABULARY, gpt2, llama
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from gradus.models import catalogue
+from gradus.models.output import IGNORED
+from gradus.planner.resolve import resolved
+from gradus.schema.errors import InputError
+from gradus.schema.recipe import Recipe
+from gradus.training.chunked_loss import Chunks
+from gradus.training.compilation import compile_model
+from gradus.training.loss_placement import chunk_loss
+from gradus.training.objective import Objective
+
+SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 12, "vocabulary": 101}
+THREE = Chunks(3, compiled=False)
+
+
+class Classifier(nn.Module):
+    """A user's model, whose logits may be changed after the last layer."""
+
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.last = nn.Linear(16, 301)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.body(x).relu())
+        return logits if self.scale is None else logits * self.scale
+
+
+def recipe(**changes: Any) -> Recipe:
+    document = {"model": {"use": "gpt", **SMALL}, "data": {"use": "synthetic-tokens", "samples": 8, "context": 12}}
+    rest = {"name": "small", "batch": 4, "steps": 1, "optimizer": {"lr": 0.1}}
+    return resolved(Recipe.from_document({**rest, **document, **changes}))
+
+
+def objective_of(model: nn.Module, loss: str | None = None) -> Objective:
+    return Objective(recipe(**({"loss": loss} if loss else {})), model)
+
+
+def text(vocabulary: int = 101) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (2, 13), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[0, 3:5] = IGNORED
+    return tokens[:, :-1], targets
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(found: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
+    assert gradients(found).keys() == gradients(expected).keys()
+    for name, gradient in gradients(expected).items():
+        difference = (gradients(found)[name] - gradient).abs().max()
+        assert difference <= tolerance * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 24, 100])  # 24 tokens: in even parts or not, one by one, and fewer than parts
+@pytest.mark.parametrize("use", ["gpt", "bert"])  # without and with a bias
+def test_loss_and_gradients_are_those_of_the_whole(use: str, chunks: int) -> None:
+    whole = catalogue.build(use, SMALL).double()
+    chunked = copy.deepcopy(whole)
+    chunk_loss(chunked, Chunks(chunks, compiled=False), None, None)
+    expected, found = whole(*text()), chunked(*text())
+    assert found.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-13)
+    assert found.count == expected.count == 22
+    for output in (expected, found):
+        (output.loss_sum * 3 / output.count).backward()
+    assert_same_gradients(chunked, whole)
+
+
+def test_without_targets_and_in_evaluation_there_are_all_logits() -> None:
+    whole = catalogue.build("gpt", SMALL).double()
+    chunked = copy.deepcopy(whole)
+    chunk_loss(chunked, THREE, None, None)
+    tokens, targets = text()
+    assert torch.equal(chunked(tokens), whole(tokens))
+    expected, found = whole.eval()(tokens, targets), chunked.eval()(tokens, targets)
+    assert (found.loss_sum, found.correct) == (expected.loss_sum, expected.correct)
+
+
+def test_a_copy_of_the_model_has_a_loss_of_its_own() -> None:
+    model = gpt2().double()
+    chunk_loss(model, THREE, objective_of(model), labelled())
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    assert loss_of_labels(other) != loss_of_labels(model)
+
+
+def test_what_is_frozen_gets_no_gradient() -> None:
+    whole = catalogue.build("gpt", {**SMALL, "tied": False}).double()
+    whole.head.output.requires_grad_(False)
+    chunked = copy.deepcopy(whole)
+    chunk_loss(chunked, THREE, None, None)
+    for model in (whole, chunked):
+        model(*text()).loss_sum.backward()
+    assert "head.output.weight" not in gradients(chunked)
+    assert_same_gradients(chunked, whole)
+
+
+def test_without_gradients_there_is_only_a_loss() -> None:
+    model = catalogue.build("gpt", SMALL).double()
+    expected = model(*text()).loss_sum.item()
+    chunk_loss(model, THREE, None, None)
+    with torch.no_grad():
+        assert model(*text()).loss_sum.item() == pytest.approx(expected, rel=1e-13)
+
+
+def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_whole() -> None:
+    """Errors of gradients against float64, both under autocast: in chunks sums are wider, products the same."""
+    exact = catalogue.build("gpt", {**SMALL, "width": 64, "vocabulary": 509}).double()
+    whole = copy.deepcopy(exact).float()
+    chunked = copy.deepcopy(whole)
+    chunk_loss(chunked, THREE, None, None)
+    tokens, targets = text(509)
+    exact(tokens, targets).loss_sum.backward()
+    for model in (whole, chunked):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(tokens, targets)
+        assert output.loss_sum.dtype == torch.float32
+        output.loss_sum.backward()
+
+    def error(model: nn.Module) -> float:
+        truth = gradients(exact)
+        squares = [((g - truth[name]) ** 2).sum() / (truth[name] ** 2).sum() for name, g in gradients(model).items()]
+        return float(torch.stack(squares).mean().sqrt())
+
+    assert error(chunked) < 1.1 * error(whole)
+    assert all(g.dtype == torch.float32 for g in gradients(chunked).values())
+
+
+def labelled() -> dict[str, Tensor]:
+    return dict(zip(("input_ids", "labels"), text(VOCABULARY), strict=True))
+
+
+def loss_of_labels(model: nn.Module, **more: Any) -> Tensor:
+    loss: Tensor = model(**labelled(), use_cache=False, **more).loss
+    return loss
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_a_causal_model_of_hugging_face_with_labels(build: Any) -> None:
+    whole = build().double()
+    chunked = copy.deepcopy(whole)
+    chunk_loss(chunked, THREE, objective_of(chunked), labelled())
+    # transformers computes this loss in float32.
+    assert loss_of_labels(chunked).item() == pytest.approx(loss_of_labels(whole).item(), rel=1e-6)
+    few = {"num_items_in_batch": 7}
+    assert loss_of_labels(chunked, **few).item() == pytest.approx(loss_of_labels(whole, **few).item(), rel=1e-6)
+    for model in (whole, chunked):
+        loss_of_labels(model).backward()
+    assert_same_gradients(chunked, whole, 1e-5)
+    assert torch.equal(loss_of_labels(chunked.eval()), loss_of_labels(whole.eval()))
+    tokens = labelled()["input_ids"]
+    assert torch.equal(chunked(input_ids=tokens).logits, whole(input_ids=tokens).logits)
+
+
+def test_a_model_of_hugging_face_with_batches_of_our_own() -> None:
+    settings = {"task": "causal-lm", "vocabulary": 101, "context": 12}
+    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    whole = catalogue.build("huggingface", {**settings, "config": {**config, "intermediate_size": 32}}).double()
+    chunked = copy.deepcopy(whole)
+    batch = dict(zip(("tokens", "targets"), text(), strict=True))
+    chunk_loss(chunked, THREE, objective_of(chunked), batch)
+    for model in (whole, chunked):
+        model(**batch).loss_sum.backward()
+    assert_same_gradients(chunked, whole)
+    assert chunked.eval()(**batch) == whole.eval()(**batch)
+
+
+def test_logits_that_are_changed_on_the_way_to_the_loss_are_seen() -> None:
+    config = Gemma2Config(
+        vocab_size=101, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config)
+    with pytest.raises(InputError, match="is not what a Linear layer of it returned"):
+        chunk_loss(model, THREE, objective_of(model), labelled())
+    assert type(model.lm_head) is nn.Linear
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
+
+
+def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe() -> None:
+    torch.manual_seed(0)
+    whole = Classifier().double()
+    chunked = copy.deepcopy(whole)
+    x, y = torch.randn(10, 8, dtype=torch.float64), torch.arange(10) * 7
+    expected, found = (objective_of(model, "cross-entropy") for model in (whole, chunked))
+    chunk_loss(chunked, THREE, found, (x, y))
+    for model, objective in ((whole, expected), (chunked, found)):
+        losses = objective(model, (x, y), 10)
+        assert losses.count == 10
+        losses.loss_sum.backward()
+    assert_same_gradients(chunked, whole)
+    assert found(chunked.eval(), (x, y), 10).loss_sum == expected(whole.eval(), (x, y), 10).loss_sum
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "message"),
+    [
+        (Classifier(2.0), "cross-entropy", "Classifier computes its loss of is not what a Linear layer of it returned"),
+        (Classifier(), "mse", "Classifier computes its loss itself"),
+    ],
+)
+def test_where_it_cannot_be_it_is_refused(model: nn.Module, loss: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        chunk_loss(model, THREE, objective_of(model, loss), (torch.randn(4, 8), torch.arange(4)))
+
+
+def test_an_own_loop_with_a_model_of_the_users_is_refused() -> None:
+    with pytest.raises(InputError, match="in an own loop, the loss of Classifier is computed where"):
+        chunk_loss(Classifier(), THREE, None, None)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """The graphs that are compiled during a test, by a backend that runs them as they are."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    original = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: original(module, backend=counting))
+    torch._dynamo.reset()
+    yield compiled
+    torch._dynamo.reset()
+
+
+def test_compiled_no_graph_has_all_logits(graphs: list[torch.fx.GraphModule]) -> None:
+    whole = catalogue.build("gpt", SMALL).double()
+    chunked = copy.deepcopy(whole)
+    chunk_loss(chunked, Chunks(3, compiled=True), None, None)
+    compile_model(chunked)
+    for model in (whole, chunked):
+        model(*text()).loss_sum.backward()
+    assert_same_gradients(chunked, whole)
+    shapes = [tuple(node.meta["example_value"].shape) for graph in graphs for node in graph.graph.nodes
+              if isinstance(node.meta.get("example_value"), Tensor)]  # fmt: skip
+    logits = {shape for shape in shapes if shape[-1:] == (101,)}
+    assert (8, 101) in logits  # of a third of the tokens
+    assert not logits & {(24, 101), (2, 12, 101)}
