@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,21 @@ class Augmented(Source):
 
 def normalised(raw: Any, form: ImageFormat, dtype: Any) -> Any:
     """Pixels as a model sees them."""
-    images = raw.float()  # normalised in fp32 whatever `dtype` is: bf16 would round at each step
-    # Scalars, one channel at a time: a tensor of means would be copied from the host, and waited for, in each step.
-    for channel, (mean, deviation) in enumerate(zip(form.mean, form.deviation, strict=True)):
-        images[:, channel].sub_(255 * mean).div_(255 * deviation)
-    return images.to(dtype)
+    mean, deviation = _scale(form, raw.device)
+    # In fp32 whatever `dtype` is: bf16 would round at each step.
+    return raw.float().sub_(mean).div_(deviation).to(dtype)
+
+
+@cache
+def _scale(form: ImageFormat, device: Any) -> tuple[Any, Any]:
+    """Mean and deviation of each channel, of bytes. Kept on the device: a copy in each step would be waited for."""
+    import torch
+
+    mean, deviation = (
+        torch.tensor([255 * value for value in values], dtype=torch.float32, device=device)[:, None, None]
+        for values in (form.mean, form.deviation)
+    )
+    return mean, deviation
 
 
 class MemoryImages(ImageSource):
