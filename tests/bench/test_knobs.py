@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gradus_command import Gradus
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from gradus.bench.knobs import BASELINE, KNOBS, trials_of
 from gradus.bench.tried_recipe import given, why_not
 from gradus.cli.main import app
 from gradus.schema.cluster import Cluster
+from gradus.training.building import open_data
 
 TINY = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16"]
 SETTINGS = [word for override in TINY for word in ("--set", override)]
@@ -61,6 +63,14 @@ def test_images_of_a_model_are_in_memory_and_have_its_shape() -> None:
     recipe = given(None, "resnet18", ["model.image=64", "model.classes=7"])
     assert recipe.data.use == "gradus.bench.made_up:images"
     assert recipe.data.options == {"size": 64, "channels": 3, "classes": 7, "samples": 4096}
+
+
+def test_images_of_a_model_are_augmented_if_the_benchmark_is_to() -> None:
+    recipe = given(None, "simple-cnn", ["data.augment=standard", "data.samples=64"])
+    assert recipe.data.use == "gradus.bench.made_up:images"
+    data = open_data(recipe, "train")
+    assert data is not None
+    assert data.drawn(0, np.arange(3)) is not None
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ SOURCES = {
         "stdlib-text", {"context": 8, "max_bytes": 4000, "objective": "masked"}, "train", SEED
     ),
     "synthetic-images": lambda: open_source("synthetic-images", {"size": 8, "samples": 40}, "train", SEED),
+    "augmented": lambda: open_source("digits", {"augment": "standard", "limit": 40}, "train", SEED),
 }
 
 

@@ -40,7 +40,7 @@ def opened_bytes(of: Recipe) -> int:
     return sum(column.nbytes for source in sources for column in source.columns)
 
 
-@pytest.mark.parametrize("more", [{}, {"limit": 10}])
+@pytest.mark.parametrize("more", [{}, {"limit": 10}, {"augment": "standard"}])
 def test_it_is_what_the_opened_dataset_has(mnist, more) -> None:
     found = recipe(use="mnist", path=str(mnist), **more)
     assert resident_bytes(found) == opened_bytes(found) > 0

@@ -55,6 +55,8 @@ def _with_images_in_memory(recipe: Recipe) -> Recipe:
     most = max(_LEAST_IMAGES, _IMAGE_BYTES // (channels * side**2))
     made = {"size": side, "channels": channels, "classes": asdict(settings)["classes"]}
     made["samples"] = min(int(asked["samples"]), most)
+    if "augment" in asked:
+        made["augment"] = asked["augment"]
     return recipe.model_copy(update={"data": DataBlock(use="gradus.bench.made_up:images", **made)})
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gradus.data.collate import collated
-from gradus.data.order import AsLaid, Indices, Order, Ranges, Shuffled, noise, past_skipped
+from gradus.data.order import AsLaid, Indices, Order, Ranges, Shuffled, Words, noise, past_skipped
 from gradus.data.sample_log import delivered_digest, delivered_digests
 from gradus.data.source import RESIDENT_BYTES, Source
 from gradus.data.split import Part
@@ -122,7 +122,7 @@ class Indexed:
         if self.source is not None:
             if positions is None:
                 return _tensors(self.source.fetch(indices))
-            return _tensors(self.source.fetch_drawn(indices, noise(stable_hash("augment", seed), positions)))
+            return _tensors(self.source.fetch_drawn(indices, _draws(seed, positions)))
         items: list[Any] = []
         positions = np.zeros_like(indices) if positions is None else positions
         for index, number, position in zip(indices, self.numbers_of(indices), positions, strict=True):
@@ -136,6 +136,10 @@ class Indexed:
         with user_code("data.use", "collate"):
             batch = self._collate(items)
         return tuple(batch) if isinstance(batch, list) else batch
+
+    def drawn(self, seed: int, positions: Indices) -> Indices | None:
+        """What the samples at these positions are augmented by on the device, if they are."""
+        return None if self.source is None else self.source.drawn(_draws(seed, positions))
 
     def numbers_of(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The samples as the whole dataset numbers them: those held out for validation are counted too."""
@@ -216,18 +220,20 @@ class Loader:
         return chosen
 
     def _gathered(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """From the columns on the device: only indices travel, those of many micro-batches together."""
+        """From the columns on the device: only indices and draws travel, those of many micro-batches together."""
         per_chunk = max(1, INDICES_AT_ONCE // self.slices.micro_batch)
         while chunk := list(itertools.islice(requests, per_chunk)):
             positions, numbers = self._fetch.positions(chunk), self._fetch.indices(chunk)
             fetched, real = [_fetched(count) for _, count in chunk], [count for _, count in chunk]
-            indices = torch.from_numpy(numbers)
+            drawn = self._fetch.drawn(positions)
+            sent = torch.from_numpy(np.stack([numbers] if drawn is None else [numbers, drawn]))
             if self._device.type == "cuda":
                 with self._copying:
-                    indices = indices.pin_memory().to(self._device, non_blocking=True)
+                    sent = sent.pin_memory().to(self._device, non_blocking=True)
             digests = delivered_digests(positions, numbers, fetched, real)
-            for wanted, digest in zip(torch.split(indices, fetched), digests, strict=True):
-                yield mapped(self._columns, partial(torch.index_select, dim=0, index=wanted)), digest
+            for (wanted, *beside), digest in zip(torch.split(sent, fetched, dim=1), digests, strict=True):
+                batch = mapped(self._columns, partial(torch.index_select, dim=0, index=wanted))
+                yield (*batch, *beside) if beside else batch, digest
 
     def _loaded(self, requests: Iterator[Request]) -> Iterator[Any]:
         on_gpu = self._device.type == "cuda"
@@ -276,6 +282,9 @@ class _Fetch:
         """Dataset indices of the slices, one after the other."""
         return self._order.at(self.positions(requests))
 
+    def drawn(self, positions: Indices) -> Indices | None:
+        return self._dataset.drawn(self._seed, positions)
+
     def __call__(self, request: Request) -> Any:
         """The batch, with the digest of what it really holds."""
         positions, real = self._slices.positions(request), request[1]
@@ -306,6 +315,11 @@ def _not_a_sample(item: Any, number: int) -> InputError:
     return InputError(
         f"data.use: item {number} is {type(item).__name__}, allowed: a dict or a tuple", hint=hint, field="data.use"
     )
+
+
+def _draws(seed: int, positions: Indices) -> Words:
+    """For each sample a random word, from which all chance in its augmentation comes."""
+    return noise(stable_hash("augment", seed), positions)
 
 
 def _seed_for_sample(seed: int, position: int) -> None:

@@ -46,6 +46,13 @@ class Source(ABC):
         """The same for training, with a random word for each sample: augmentation takes all its chance from there."""
         return self.fetch(indices)
 
+    def drawn(self, draws: Words) -> Indices | None:
+        """What `finish` augments by, a number for each sample: one more column of what `fetch_drawn` gives, at its end.
+
+        None where nothing is augmented on the device.
+        """
+        return None
+
     @abstractmethod
     def finish(self, batch: Any, dtype: Any) -> Any:
         """A raw batch, by then tensors on the training device, as the model sees it; real numbers get `dtype`."""

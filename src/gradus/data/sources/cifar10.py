@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from gradus.data.source import Source
-from gradus.data.sources.image import ImageFormat, MemoryImages, Pixels
-from gradus.data.sources.options import ExistingPath, Options
+from gradus.data.sources.image import ImageFormat, ImageOptions, MemoryImages, Pixels
+from gradus.data.sources.options import ExistingPath
 from gradus.data.split import Split, whole
 
 FILES: dict[Split, tuple[str, ...]] = {
@@ -21,7 +21,7 @@ RECORD_BYTES = 1 + 3 * 32 * 32  # the label, then the red, green and blue planes
 FORM = ImageFormat(SHAPE, 10, mean=(0.4914, 0.4822, 0.4465), deviation=(0.2470, 0.2435, 0.2616))
 
 
-class Cifar10(Options):
+class Cifar10(ImageOptions):
     use = "cifar10"
     content = "images"
 
@@ -37,7 +37,8 @@ class Cifar10(Options):
         folder = self._folder()
         records = np.concatenate([self._read(folder / name) for name in FILES[split]])
         part = self.limited(whole(len(records)), len(records), split, str(folder))
-        return MemoryImages(records[:, 1:].reshape(-1, *SHAPE), records[:, 0].astype(np.int64), part, FORM)
+        images, labels = records[:, 1:].reshape(-1, *SHAPE), records[:, 0].astype(np.int64)
+        return MemoryImages(images, labels, part, FORM, self.augment_of(split))
 
     def _folder(self) -> Path:
         for folder in (self.path, self.path / "cifar-10-batches-bin"):

@@ -8,8 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from gradus.data.source import Source
-from gradus.data.sources.image import ImageFormat, MemoryImages, Pixels
-from gradus.data.sources.options import Options
+from gradus.data.sources.image import ImageFormat, ImageOptions, MemoryImages, Pixels
 from gradus.data.split import Split, scattered
 
 SIDE = 8
@@ -19,7 +18,7 @@ BRIGHTEST = 16
 MEAN, DEVIATION = 0.2873, 0.3539
 
 
-class Digits(Options):
+class Digits(ImageOptions):
     use = "digits"
     content = "images"
 
@@ -44,8 +43,8 @@ class Digits(Options):
         images = enlarged(images, self.size).repeat(self.channels, axis=1)
         part = self.limited(scattered(len(images), self.validation, split), len(images), split, "scikit-learn")
         shape = (self.channels, self.size, self.size)
-        form = ImageFormat(shape, 10, (MEAN,) * self.channels, (DEVIATION,) * self.channels)
-        return MemoryImages(images, labels.astype(np.int64), part, form)
+        form = ImageFormat(shape, 10, (MEAN,) * self.channels, (DEVIATION,) * self.channels, mirrors=False)
+        return MemoryImages(images, labels.astype(np.int64), part, form, self.augment_of(split))
 
 
 def enlarged(images: Pixels, size: int) -> Pixels:

@@ -9,8 +9,8 @@ import numpy as np
 from gradus.data.images import Augment, Decoder, check_decoder, pictures
 from gradus.data.order import Indices, Words
 from gradus.data.source import Batch, Source
-from gradus.data.sources.image import Augmented, ImageFormat, ImageSource
-from gradus.data.sources.options import Count, ExistingPath, Options
+from gradus.data.sources.image import Augmented, ImageFormat, ImageOptions, ImageSource
+from gradus.data.sources.options import Count, ExistingPath
 from gradus.data.split import Part, Split, scattered, whole
 from gradus.schema.errors import GradusError, InputError
 
@@ -19,13 +19,12 @@ SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", "
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class ImageFolder(Options):
+class ImageFolder(ImageOptions):
     use = "images"
     content = "images"
 
     path: ExistingPath  # has the class folders, or train/ and perhaps val/ or validation/ that have them
     size: Count = 224
-    augment: Augment = "none"  # standard: a random resized crop, mirrored half of the time. Never of validation
     decoder: Decoder = "auto"  # another library in the place of simplejpeg and Pillow
 
     def check(self) -> None:
@@ -56,7 +55,7 @@ class ImageFolder(Options):
         part = whole(length) if published else scattered(length, self.validation, split)
         part = self.limited(part, length, split, f"{root} has {len(classes)} class folders with {length} images")
         form = ImageFormat((3, self.size, self.size), len(classes), MEAN, DEVIATION)
-        augment = self.augment if split == "train" else "none"
+        augment = self.augment_of(split)
         return FolderImages(root, names, np.array(labels, np.int64), part, form, augment, self.decoder)
 
     def _pillow(self) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from gradus.data.source import Source
-from gradus.data.sources.image import ImageFormat, MemoryImages, Pixels
-from gradus.data.sources.options import ExistingPath, Options
+from gradus.data.sources.image import ImageFormat, ImageOptions, MemoryImages, Pixels
+from gradus.data.sources.options import ExistingPath
 from gradus.data.split import Split, whole
 
 PREFIXES: dict[Split, str] = {"train": "train", "validation": "t10k"}
@@ -19,7 +19,7 @@ UNSIGNED_BYTES = 8  # the third byte of an idx file: its element type; the fourt
 CLASSES = 10
 
 
-class Mnist(Options):
+class Mnist(ImageOptions):
     use = "mnist"
     content = "images"
 
@@ -58,8 +58,8 @@ class Mnist(Options):
         if labels.size and labels.max() >= CLASSES:
             raise self.refuse("path", f"{self.path} has {split} label {labels.max()}", allowed="labels 0 to 9")
         part = self.limited(whole(len(images)), len(images), split, str(self.path))
-        form = ImageFormat((1, *images.shape[1:]), CLASSES, mean=(0.1307,), deviation=(0.3081,))
-        return MemoryImages(images[:, None], labels.astype(np.int64), part, form)
+        form = ImageFormat((1, *images.shape[1:]), CLASSES, mean=(0.1307,), deviation=(0.3081,), mirrors=False)
+        return MemoryImages(images[:, None], labels.astype(np.int64), part, form, self.augment_of(split))
 
     def _read(self, name: str, dimensions: int) -> Pixels:
         plain, zipped = self.path / name, self.path / f"{name}.gz"

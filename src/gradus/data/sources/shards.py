@@ -16,8 +16,8 @@ from gradus.data.shards.parts import array, kind_of, numbers_in
 from gradus.data.shards.reading import Shards
 from gradus.data.source import Batch, Source
 from gradus.data.sources.folder import DEVIATION, MEAN
-from gradus.data.sources.image import Augmented, ImageFormat, ImageSource, normalised
-from gradus.data.sources.options import Count, Options
+from gradus.data.sources.image import Augmented, ImageFormat, ImageOptions, ImageSource, normalised
+from gradus.data.sources.options import Count
 from gradus.data.sources.sharded_text import ShardedText, ShardedTokens
 from gradus.data.sources.text import Objective
 from gradus.data.split import Part, Split, scattered, whole
@@ -30,7 +30,7 @@ TEXT_KEYS = ("field", "tokenizer", "tiktoken_pattern", "end_of_text", "objective
 PART_KEYS = ("context", "tokenizer", "tiktoken_pattern", "end_of_text")
 
 
-class PackedShards(Options):
+class PackedShards(ImageOptions):
     use = "shards"
 
     path: str  # a folder that `gradus data pack` wrote, or an address: s3://, gs://, https://
@@ -38,7 +38,6 @@ class PackedShards(Options):
     verify: bool = True  # compare every sample with its checksum as it is read
     cache: str | None = None
     size: Count = 224  # of pictures
-    augment: Augment = "none"
     decoder: Decoder = "auto"
     context: Count | None = None  # of texts
     field: str = "text"
@@ -124,9 +123,8 @@ class PackedShards(Options):
         length = counts[split] if published else counts["train"]
         part = whole(length) if published else scattered(length, self.validation, split)
         part = self.limited(part, length, split, f"{self.path} has {length} samples")
-        augment = self.augment if split == "train" else "none"
         kind = ShardImages if self._kind == "images" else SampleParts
-        source = kind(self.shards, part, first, self, augment)
+        source = kind(self.shards, part, first, self, self.augment_of(split))
         source.fingerprint = self.shards.description.fingerprint
         return source
 

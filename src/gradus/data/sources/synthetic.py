@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
+from gradus.data.images import Augment
 from gradus.data.order import Indices, noise
 from gradus.data.source import Batch, Source
-from gradus.data.sources.image import ImageFormat, ImageSource, Pixels
+from gradus.data.sources.image import ImageFormat, ImageOptions, Pixels, ShiftedImages
 from gradus.data.sources.options import Count, Options
 from gradus.data.sources.text import Masking, Objective, TextSource, Tokens
 from gradus.data.split import Part, Split, scattered
@@ -55,7 +56,7 @@ class CountingText(TextSource):
         return np.asarray(np.cumsum(steps, axis=1) % self.modulus, dtype=self.dtype)
 
 
-class SyntheticImages(Options):
+class SyntheticImages(ImageOptions):
     use = "synthetic-images"
     content = "images"
 
@@ -71,14 +72,14 @@ class SyntheticImages(Options):
         part = self.limited(scattered(self.samples, self.validation, split), self.samples, split, "made up")
         shape = (self.channels, self.size, self.size)
         form = ImageFormat(shape, self.classes, (MEAN,) * self.channels, (DEVIATION,) * self.channels)
-        return PatternImages(seed, part, form)
+        return PatternImages(seed, part, form, self.augment_of(split))
 
 
-class PatternImages(ImageSource):
+class PatternImages(ShiftedImages):
     """A coarse pattern that belongs to the class, half hidden in noise."""
 
-    def __init__(self, seed: int, part: Part, form: ImageFormat) -> None:
-        super().__init__(part.length, form)
+    def __init__(self, seed: int, part: Part, form: ImageFormat, augment: Augment) -> None:
+        super().__init__(part.length, form, augment)
         self.part = part
         self.label_key, self.pixel_key, pattern_key = (
             stable_hash(seed, "synthetic", use) for use in ("label", "pixel", "pattern")
