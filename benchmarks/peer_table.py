@@ -1,0 +1,83 @@
+"""The table of versus_peers.py, from what it wrote down, and the gap between two loss curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+PEAK_FLOPS = 989e12  # of an H100 or H200 in bf16, dense, as NVIDIA gives it
+MEANS_OVER = 20  # losses: single ones jump about
+COLUMNS = ("raw", "fabric", "accelerate", "gradus")
+
+
+def running_mean_gap(reference: Mapping[int, float], other: Mapping[int, float]) -> float | None:
+    """The largest relative difference of running means at the steps that both have."""
+    steps = sorted(reference.keys() & other.keys())
+    if not steps:
+        return None
+    width = min(MEANS_OVER, len(steps))
+    windows = [steps[start : start + width] for start in range(len(steps) - width + 1)]
+    means = [
+        tuple(statistics.fmean(curve[step] for step in window) for curve in (reference, other)) for window in windows
+    ]
+    return max((abs(b / a - 1) for a, b in means), default=None)
+
+
+def table(documents: Sequence[Mapping[str, Any]]) -> str:
+    """One row for each work, after a line for each call that says where and when."""
+    lines = [_told(document) for document in documents]
+    lines += ["", f"| work | {' | '.join(COLUMNS)} | gradus / best peer | peak memory | MFU | loss gap | goal |"]
+    lines.append("|" + "---|" * (len(COLUMNS) + 6))
+    lines += [_row(work) for document in documents for work in document["works"]]
+    return "\n".join(lines)
+
+
+def _told(document: Mapping[str, Any]) -> str:
+    names = ("torch", "lightning", "accelerate", "transformers")
+    packages = ", ".join(f"{name} {document[name]}" for name in names if document[name])
+    found = [one for work in document["works"] for one in work["contestants"].values()]
+    clocks = {sample["clock_mhz"] for one in found for sample in one["clocks"] if sample["clock_mhz"]}
+    at = f", clock {min(clocks)} to {max(clocks)} MHz" if clocks else ""
+    where = f"Measured {document['date']} on {document['device']}, {packages}{at}"
+    return f"{where}: medians of {document['rounds']} segments in turn ± half of their range."
+
+
+def _row(work: Mapping[str, Any]) -> str:
+    found = work["contestants"]
+    cells = [_figure(work, name) for name in COLUMNS]
+    medians = {name: statistics.median(one["figures"]) for name, one in found.items() if one["figures"]}
+    peers = {name: medians[name] for name in COLUMNS if name != "gradus" and name in medians}
+    ratio = memory = mfu = ""
+    if "gradus" in medians and peers:
+        best = (min if work["less_is_better"] else max)(peers, key=lambda name: peers[name])
+        ratio = f"{medians['gradus'] / peers[best]:.3f} ({best})"
+        peaks = [found[name]["peak_gib"] for name in ("gradus", best)]
+        memory = f"{peaks[0] / peaks[1]:.2f} ({peaks[0]:.1f} / {peaks[1]:.1f} GiB)" if all(peaks) else ""
+    on_gpu = any(one["peak_gib"] for one in found.values())
+    if "gradus" in medians and work["flops_of_a_unit"] and on_gpu:
+        mfu = f"{medians['gradus'] * work['flops_of_a_unit'] / PEAK_FLOPS:.1%}"
+    gap = found.get("gradus", {}).get("loss_gap")
+    told = "" if gap is None else f"{gap:.2%}"
+    cells = [f"{work['title']}, {work['unit']}", *cells, ratio, memory, mfu, told, work["goal"]]
+    return f"| {' | '.join(cells)} |"
+
+
+def _figure(work: Mapping[str, Any], name: str) -> str:
+    """A contestant's median and half range; measured again, what it was the second time."""
+    one = work["contestants"].get(name)
+    if one is None:
+        return "absent" if name in work["absent"] else ""
+    if one["problem"]:
+        return str(one["problem"]).replace("|", "/")
+    if not one["figures"]:
+        return ""
+    text = f"{_number(statistics.median(one['figures']))} ± {_number((max(one['figures']) - min(one['figures'])) / 2)}"
+    again = work["contestants"].get(f"{name} again")
+    if again is not None and again["figures"]:
+        text += f", again {_number(statistics.median(again['figures']))}"
+    return text
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
