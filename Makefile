@@ -15,7 +15,7 @@ test: install browser prometheus slurm
 	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "not slow"
 
 test-slow: install browser prometheus slurm
-	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "slow and not long"
+	$(BIN)/python -m pytest $(TWO_AT_ONCE) --no-loadscope-reorder -m "slow and not long"
 
 # Measurements of minutes each: before a release, and when bench, tune or the exporters change.
 test-long: install browser prometheus slurm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported, and for all processes that tests start: several tests run at once, each in several
@@ -20,6 +21,24 @@ from gradus.record.directory import RunDirectory
 # A busy machine is no failure.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+# Minutes each, with few tests in a file: were they the last, all but one of the processes would have nothing to do.
+LONGEST = ("slurm/test_survival.py", "slow/test_fault_storm.py", "docs/test_docs.py", "slow/", "multiprocess/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, which counts with --no-loadscope-reorder; the others as they are."""
+
+    def rank(item: pytest.Item) -> int:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        return next((number for number, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))
+
+    items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a few million objects, none of them garbage, that no collection during a test need look at
 
 
 @pytest.fixture(scope="session")
