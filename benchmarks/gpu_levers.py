@@ -1,7 +1,7 @@
-"""What each lever does to a training step of a GPT: one variant after the other, with where the GPU's time went.
+"""What each lever does to a training step: one variant after the other, with where the GPU's time went.
 
-    python benchmarks/gpu_levers.py [--work gpt2|gpt-1.3b] [--only WORD ...] [--out FOLDER]
-    python benchmarks/gpu_levers.py --small     # a quick check that it runs, on any machine
+    python benchmarks/gpu_levers.py [--work gpt2|gpt-1.3b|llama-3b|resnet50|tiny] [--only WORD ...] [--out FOLDER]
+    python benchmarks/gpu_levers.py --small [--work ...]     # a quick check that it runs, on any machine
 
 Every variant has the same weights, samples and optimizer, in a plain loop: what is kept of it goes into the product.
 The first variant is measured again at the end, which shows by how much the machine itself has moved meanwhile.
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models import catalogue
+from gradus.training.chunked_loss import Chunks
+from gradus.training.compilation import compile_model
+from gradus.training.loss_placement import chunk_loss
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -34,15 +38,47 @@ ROUNDS = 3
 class Work:
     """A model of the catalogue and the samples of one step."""
 
+    use: str
     settings: dict[str, Any]
     batch: int
     steps: int  # of a round
+    small: dict[str, Any]  # settings for a machine without a GPU
+
+    @property
+    def text(self) -> bool:
+        return self.use == "gpt"
+
+    def samples(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Of so many steps, on the device."""
+        generator = torch.Generator().manual_seed(1)
+        if self.text:
+            shape = (count, self.batch, self.settings["context"] + 1)
+            tokens = torch.randint(0, self.settings["vocabulary"], shape, generator=generator).to(DEVICE)
+            return [(one[:, :-1].contiguous(), one[:, 1:].contiguous()) for one in tokens]
+        side = 32 if self.use == "simple-cnn" or self.settings.get("small_input") else 224
+        images = torch.randn(count, self.batch, 3, side, side, generator=generator)
+        labels = torch.randint(0, 10, (count, self.batch), generator=generator)
+        channels_last = [one.to(DEVICE, memory_format=torch.channels_last) for one in images]
+        return list(zip(channels_last, labels.to(DEVICE), strict=True))
+
+    @property
+    def units(self) -> int:
+        """Tokens or images of a step."""
+        return self.batch * self.settings["context"] if self.text else self.batch
 
 
+_SMALL_GPT = {"layers": 2, "width": 64, "heads": 4, "context": 64, "vocabulary": 512}
+_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tied": False}
+_GPT2 = {"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 50304}
+_1B3 = {"layers": 24, "width": 2048, "heads": 16, "context": 2048, "vocabulary": 50304}
+_3B = {"layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "inner": 8192, "context": 8192, "vocabulary": 128256}
 WORKS = {
-    "gpt2": Work({"layers": 12, "width": 768, "heads": 12, "context": 1024, "vocabulary": 50304}, 32, 15),
-    "gpt-1.3b": Work({"layers": 24, "width": 2048, "heads": 16, "context": 2048, "vocabulary": 50304}, 8, 5),
-    "small": Work({"layers": 2, "width": 64, "heads": 4, "context": 64, "vocabulary": 512}, 4, 2),
+    "gpt2": Work("gpt", _GPT2, 32, 15, _SMALL_GPT),
+    "gpt-1.3b": Work("gpt", _1B3, 8, 5, _SMALL_GPT),
+    "llama-3b": Work("gpt", {**_3B, **_LLAMA}, 2, 5, {**_SMALL_GPT, **_LLAMA}),
+    "resnet50": Work("resnet50", {}, 256, 15, {"small_input": True}),
+    "simple-cnn": Work("simple-cnn", {}, 4096, 30, {}),
+    "tiny": Work("gpt", {**_SMALL_GPT, "layers": 4, "width": 128}, 8, 100, _SMALL_GPT),
 }
 
 
@@ -52,27 +88,43 @@ class Variant:
     attention: SDPBackend | None = None
     compiled: str = "whole"  # or: blocks, nothing
     mode: str | None = None  # of torch.compile
-    loss_chunks: int = 0  # 0: all logits at once
+    loss_chunks: int = 1
     weights: torch.dtype = torch.float32  # bfloat16: cast once a step, not by autocast wherever they are used
     options: dict[str, Any] = field(default_factory=dict)  # of inductor
+    graph: bool = False  # the whole step, optimizer and all, is one CUDA graph
 
 
 PLAIN = Variant("as peers do it")
-VARIANTS = (
+CUDNN = SDPBackend.CUDNN_ATTENTION
+OF_ANY = (
     PLAIN,
-    Variant("cuDNN attention", attention=SDPBackend.CUDNN_ATTENTION),
     Variant("compiled by block", compiled="blocks"),
+    Variant("max-autotune", mode="max-autotune-no-cudagraphs"),
+    Variant("the whole step as one graph", graph=True),
+)
+OF_TEXT = (
+    Variant("cuDNN attention", attention=CUDNN),
     Variant("loss in 4 chunks", loss_chunks=4),
     Variant("loss in 16 chunks", loss_chunks=16),
     Variant("bf16 weights", weights=torch.bfloat16),
-    Variant("max-autotune", mode="max-autotune-no-cudagraphs"),
-    Variant(
-        "cuDNN attention, loss in 8 chunks, bf16 weights",
-        attention=SDPBackend.CUDNN_ATTENTION,
-        loss_chunks=8,
-        weights=torch.bfloat16,
-    ),
+    Variant("cuDNN, 8 chunks, bf16 weights", attention=CUDNN, loss_chunks=8, weights=torch.bfloat16),
 )
+OF_IMAGES = (
+    Variant("1×1 convolutions as products", options={"conv_1x1_as_mm": True}),
+    Variant("1×1 convolutions as products, tuned", options={"conv_1x1_as_mm": True, "max_autotune_gemm": True}),
+    Variant("reduce-overhead", mode="reduce-overhead"),
+)
+OF_TINY = (
+    Variant("not compiled", compiled="nothing"),
+    Variant("not compiled, one graph", compiled="nothing", graph=True),
+    Variant("reduce-overhead", mode="reduce-overhead"),
+)
+
+
+def variants_of(name: str) -> Sequence[Variant]:
+    if name == "tiny":
+        return (*OF_ANY, *OF_TINY)
+    return (*OF_ANY, *(OF_TEXT if WORKS[name].text else OF_IMAGES))
 
 
 @dataclass(frozen=True)
@@ -80,46 +132,12 @@ class Measured:
     name: str
     seconds: float  # of a step
     spread: float
-    tokens_per_second: float
+    units_per_second: float
     peak_gib: float
     first_step_seconds: float
     first_loss: float
     last_loss: float
     kernel_seconds: dict[str, float]  # of a step, by kind
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """Output projection and cross-entropy, so many tokens at a time. Gradients are made on the way: no logits stay."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunks: int) -> Tensor:
-        rows, matrix = x.flatten(0, -2), weight.to(x.dtype)
-        of_rows = torch.empty_like(rows)
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        loss = torch.zeros((), device=x.device)
-        parts = (rows.chunk(chunks), targets.flatten().chunk(chunks), of_rows.chunk(chunks))
-        for part, wanted, of_part in zip(*parts, strict=True):
-            part_loss, of_logits = _loss_and_gradient(part, matrix, wanted, len(rows))
-            loss += part_loss
-            torch.mm(of_logits, matrix, out=of_part)
-            of_weight += of_logits.t() @ part
-        ctx.save_for_backward(of_rows.view_as(x), of_weight)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_rows, of_weight = ctx.saved_tensors
-        return of_rows * gradient, of_weight * gradient, None, None
-
-
-@torch.compile(disable=not CUDA, dynamic=False)
-def _loss_and_gradient(rows: Tensor, matrix: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    logits = (rows @ matrix.t()).float()
-    normaliser = torch.logsumexp(logits, dim=-1)
-    loss = (normaliser - logits.gather(1, targets[:, None]).squeeze(1)).sum() / count
-    columns = torch.arange(logits.shape[-1], device=logits.device)
-    gradient = torch.exp(logits - normaliser[:, None]) - (columns == targets[:, None]).float()
-    return loss, (gradient / count).to(rows.dtype)
 
 
 class Training:
@@ -128,57 +146,48 @@ class Training:
     def __init__(self, work: Work, variant: Variant) -> None:
         torch.manual_seed(0)
         self.work, self.variant = work, variant
-        self.model = catalogue.build("gpt", work.settings).to(DEVICE)
+        layout = torch.preserve_format if work.text else torch.channels_last
+        self.model: Any = catalogue.build(work.use, work.settings).to(DEVICE, memory_format=layout)
         self.masters = list(self.model.parameters())
         if variant.weights != torch.float32:
             self.masters = [p.detach().clone().requires_grad_() for p in self.masters]
             self.model.to(variant.weights)
-        self.optimizer = torch.optim.AdamW(self.masters, lr=3e-4, weight_decay=0.1, fused=True)
-        generator = torch.Generator().manual_seed(1)
-        shape = (8, work.batch, work.settings["context"] + 1)
-        self.samples = torch.randint(0, work.settings["vocabulary"], shape, generator=generator).to(DEVICE)
+        self.optimizer = torch.optim.AdamW(
+            self.masters, lr=3e-4, weight_decay=0.1, fused=True, capturable=variant.graph and CUDA
+        )
+        self.samples = work.samples(8 if work.text else 2)
         self.forward = self._compiled()
+        self._graphed = self._captured() if variant.graph and CUDA else None
 
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
-        how: dict[str, Any] = {"dynamic": False}
-        how |= {"mode": self.variant.mode} if self.variant.mode else {}
-        how |= {"options": self.variant.options} if self.variant.options else {}
-        if not CUDA or self.variant.compiled == "nothing":
-            return self._chunked(self._hidden) if self.variant.loss_chunks else self._whole
-        if self.variant.compiled == "blocks":
-            for block in self.model.blocks:
-                block.compile(**how)
-            self.model.head.compile(**how)
-            return self._chunked(self._hidden) if self.variant.loss_chunks else self._whole
-        if self.variant.loss_chunks:
-            return self._chunked(torch.compile(self._hidden, **how))
-        return torch.compile(self._whole, **how)
+        variant, on = self.variant, CUDA and self.variant.compiled != "nothing"
+        if variant.loss_chunks > 1:
+            chunk_loss(self.model, Chunks(variant.loss_chunks, compiled=on), None, None)
+        if not on:
+            return self._whole
+        if variant.compiled == "blocks":
+            compile_model(self.model)
+            return self._whole
+        how: dict[str, Any] = {"mode": variant.mode} if variant.mode else {}
+        how |= {"options": variant.options} if variant.options else {}
+        self.model.compile(dynamic=False, **how)
+        return self._whole
 
-    def _whole(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        result = self.model(tokens, targets)
-        return result.loss_sum / result.count
-
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        x = self.model.embedding(tokens)
-        for block in self.model.blocks:
-            x = block(x)
-        return self.model.head.norm(x)
-
-    def _chunked(self, hidden: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        weight, chunks = self.model.head.output.weight, self.variant.loss_chunks
-
-        def forward(tokens: Tensor, targets: Tensor) -> Tensor:
-            x = hidden(tokens)
-            wide = torch.bfloat16 if CUDA else x.dtype
-            return ChunkedLoss.apply(x.to(wide), weight, targets, chunks)  # type: ignore[no-any-return]
-
-        return forward
+    def _whole(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        result = self.model(inputs, targets)
+        loss: Tensor = result.loss_sum / result.count
+        return loss
 
     def step(self, number: int) -> Tensor:
-        tokens = self.samples[number % len(self.samples)]
+        inputs, targets = self.samples[number % len(self.samples)]
+        if self._graphed is not None:
+            return self._graphed(inputs, targets)
+        return self._step(inputs, targets)
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         attention = sdpa_kernel(self.variant.attention) if self.variant.attention and CUDA else contextlib.nullcontext()
         with attention, torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
-            loss = self.forward(tokens[:, :-1], tokens[:, 1:])
+            loss = self.forward(inputs, targets)
         loss.backward()
         self._update()
         return loss.detach()
@@ -196,13 +205,34 @@ class Training:
             with torch.no_grad():
                 torch._foreach_copy_(used, self.masters)
 
+    def _captured(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """A step that is launched as a whole: inputs are copied to where the graph reads them."""
+        inputs, targets = (tensor.clone() for tensor in self.samples[0])
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(3):  # whatever is made in the first steps must be there before
+                self._step(inputs, targets)
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._step(inputs, targets)
+
+        def replay(new_inputs: Tensor, new_targets: Tensor) -> Tensor:
+            inputs.copy_(new_inputs)
+            targets.copy_(new_targets)
+            graph.replay()
+            return loss
+
+        return replay
+
 
 def measured(work: Work, variant: Variant) -> Measured:
     torch._dynamo.reset()
     if CUDA:
         torch.cuda.empty_cache()
-    training = Training(work, variant)
     began = time.perf_counter()
+    training = Training(work, variant)
     first = float(training.step(0))
     first_seconds = time.perf_counter() - began
     for number in range(1, 5):
@@ -222,7 +252,7 @@ def measured(work: Work, variant: Variant) -> Measured:
         variant.name,
         seconds,
         (max(rounds) - min(rounds)) / seconds,
-        work.batch * work.settings["context"] / seconds,
+        work.units / seconds,
         torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
         first_seconds,
         first,
@@ -250,6 +280,7 @@ def _kernels(training: Training) -> dict[str, float]:
 def _kind(kernel: str) -> str:
     words = {
         "attention": ("flash", "fmha", "sdpa", "cudnn_generated"),
+        "convolutions": ("conv", "fprop", "dgrad", "wgrad"),
         "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "triton_tem", "matmul"),
         "optimizer": ("adam", "multi_tensor", "lpnorm"),
         "copies": ("memcpy", "memset"),
@@ -259,7 +290,7 @@ def _kind(kernel: str) -> str:
 
 def ceilings(work: Work) -> list[dict[str, Any]]:
     """How fast this GPU multiplies matrices of the model's own shapes, alone."""
-    tokens, width = work.batch * work.settings["context"], work.settings["width"]
+    tokens, width = work.units, work.settings["width"]
     vocabulary, rows = work.settings["vocabulary"], []
     shapes = [
         (tokens, width, 3 * width),
@@ -270,7 +301,7 @@ def ceilings(work: Work) -> list[dict[str, Any]]:
     shapes += [(tokens, width, vocabulary), (tokens, vocabulary, width), (vocabulary, tokens, width)]
     for m, k, n in shapes:
         a, b = (torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
-        times = list(_timed(lambda a=a, b=b: a @ b, 5))
+        times = list(_timed(partial(torch.matmul, a, b), 5))
         rows.append({"m": m, "k": k, "n": n, "teraflops": 2 * m * k * n / statistics.median(times) / 1e12})
     return rows
 
@@ -293,17 +324,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", help="Variants whose names have one of these words in them.")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(arguments)
-    work = WORKS["small" if asked.small else asked.work]
-    chosen = [one for one in VARIANTS if asked.only is None or any(word in one.name for word in asked.only)]
+    work = WORKS[asked.work]
+    if asked.small:
+        work = replace(work, settings=work.small, batch=4, steps=2)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    wanted = [one for one in variants_of(asked.work) if asked.only is None or any(w in one.name for w in asked.only)]
     found: list[Measured] = []
-    for variant in (PLAIN, *(one for one in chosen if one != PLAIN), replace(PLAIN, name="as peers do it, again")):
+    for variant in (PLAIN, *(one for one in wanted if one != PLAIN), replace(PLAIN, name="as peers do it, again")):
         try:
             found.append(measured(work, variant))
         except Exception as error:  # one variant that a version of torch cannot do is a result too
             print(f"{variant.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
         print(json.dumps(asdict(found[-1])), flush=True)
-    rates = ceilings(work) if CUDA else []
+    rates = ceilings(work) if CUDA and work.text else []
     if asked.out is not None:
         asked.out.mkdir(parents=True, exist_ok=True)
         document = {"work": asdict(work), "torch": torch.__version__, "variants": list(map(asdict, found))}
@@ -315,13 +350,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print(found: Sequence[Measured]) -> None:
     kinds = list(dict.fromkeys(kind for one in found for kind in one.kernel_seconds))
-    print(f"| variant | ms | over first | tokens/s | GiB | first step, s | loss | {' | '.join(kinds)} |")
+    print(f"| variant | ms | over first | tokens or images/s | GiB | first step, s | loss | {' | '.join(kinds)} |")
     print("|" + "---|" * (7 + len(kinds)))
     for one in found:
         of_kinds = " | ".join(f"{one.kernel_seconds.get(kind, 0.0) * 1e3:.1f}" for kind in kinds)
         print(
             f"| {one.name} | {one.seconds * 1e3:.2f} ±{one.spread / 2:.1%} | {found[0].seconds / one.seconds:.3f}× "
-            f"| {one.tokens_per_second:,.0f} | {one.peak_gib:.2f} | {one.first_step_seconds:.1f} "
+            f"| {one.units_per_second:,.0f} | {one.peak_gib:.2f} | {one.first_step_seconds:.1f} "
             f"| {one.last_loss:.4f} | {of_kinds} |"
         )
 
