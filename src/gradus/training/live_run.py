@@ -62,7 +62,7 @@ from gradus.training.described import Described, described_model
 from gradus.training.evaluation import Measure, evaluate
 from gradus.training.float8 import Float8Layers, choose_layers
 from gradus.training.hooks import Hooks
-from gradus.training.loss_placement import chunk_loss
+from gradus.training.loss_placement import chunk_loss, may_chunk
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
 from gradus.training.out_of_memory import out_of_memory_explained
@@ -112,6 +112,7 @@ class LiveRun:
     parameter_counts: tuple[int, int]  # of the whole model: all, and those that are trained
     float8_layers: Float8Layers | None = None  # of the whole model, with precision fp8
     recompute_note: str | None = None  # of the whole model
+    may_chunk_loss: bool = False  # where memory runs out, it is worth trying
     scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
     last_loss: float | None = None  # of the last step whose numbers have arrived
     profiling: Profiling | Bystander | None = None  # where a trace of some steps is asked for
@@ -239,6 +240,7 @@ class LiveRun:
         self.flops_per_sample = _flops_per_sample(model)
         may_pad = self._some_rank_may_pad()
         names = {parameter: name for name, parameter in model.named_parameters()}
+        self.may_chunk_loss = self.objective is not None and may_chunk(model, recipe)
         if plan.loss_chunks > 1:
             example = self._example() if self.objective is not None else None
             chunk_loss(model, Chunks(plan.loss_chunks, compiled=plan.compile), self.objective, example)

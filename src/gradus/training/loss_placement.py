@@ -22,6 +22,7 @@ from gradus.data.transfer import mapped
 from gradus.models.output import IGNORED, LossOutput, classification_loss, layer_and_loss
 from gradus.schema.errors import InputError
 from gradus.schema.foreign import is_pretrained_model
+from gradus.schema.recipe import Recipe
 from gradus.training.chunked_loss import Chunks, OutputLayer
 from gradus.training.objective import Batch, Objective
 
@@ -34,7 +35,7 @@ def chunk_loss(model: nn.Module, chunks: Chunks, objective: Objective | None, ex
     `example` is a batch of which only the shapes matter. Own loops have no objective, and so no example.
     """
     name = type(model).__name__
-    head = next((module for module in model.modules() if getattr(module, "loss", None) is layer_and_loss), None)
+    head = _head_of(model)
     if head is not None:
         head.loss = _OfHead(chunks)  # type: ignore[assignment]
     elif objective is None or example is None:
@@ -47,6 +48,17 @@ def chunk_loss(model: nn.Module, chunks: Chunks, objective: Objective | None, ex
         _chunk_huggingface(model, chunks, objective, example)
     else:
         raise _refused(f"{name} computes its loss itself", hint="let it return logits, and use `loss: cross-entropy`")
+
+
+def may_chunk(model: nn.Module, recipe: Recipe) -> bool:
+    """Whether it is worth trying: what the model does to its logits is not looked at here."""
+    cross_entropy = recipe.loss is not None and recipe.loss.use == "cross-entropy"
+    return cross_entropy or is_pretrained_model(type(model)) or _head_of(model) is not None
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    """The part of a reference model that has its output layer and its loss."""
+    return next((module for module in model.modules() if getattr(module, "loss", None) is layer_and_loss), None)
 
 
 @dataclass(frozen=True)

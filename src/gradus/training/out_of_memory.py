@@ -217,6 +217,7 @@ def _shortage(error: BaseException, live: LiveRun) -> Shortage:
         fixed=live.recipe.plan.fixed,
         predicted=foreseen.memory if foreseen is not None else None,
         predicted_at=foreseen.peak_at if foreseen is not None else "",
+        allows_chunks=live.may_chunk_loss,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from gradus.planner.choice.fitting import GIB, Shortage, binding_term, changes_that_fit
 from gradus.planner.memory.model_state import ModelSize, ModelState, expected_state
 from gradus.schema.plan import Mesh, Plan
+from gradus.schema.prediction import MemoryPrediction
 
 BERT = ModelSize(parameters=2_472_627_289, trained=2_471_577_689, outside_blocks=54_266_969, largest_block=12_596_224)
 
@@ -70,6 +71,16 @@ def test_where_state_fits_activations_bind_and_the_micro_batch_is_the_first_chan
     assert second.keys == {"plan.recompute": "full"}
     assert second.activation_bytes == 800, "one of ten blocks at a time"
     assert third.keys == {"plan.precision": "bf16"}
+
+
+def test_logits_at_the_worst_moment_are_cut_before_anything_else() -> None:
+    predicted = MemoryPrediction(parameters=4000, gradients=4000, optimizer=8000, activations=1600, logits=6400)
+    first, second = changes_that_fit(small(predicted=predicted, allows_chunks=True))[:2]
+    assert first.keys == {"plan.loss_chunks": 8}
+    assert first.activation_bytes == 1600 + 800
+    assert second.keys == {"plan.micro_batch": 4, "plan.accumulate": 2}
+    for other in ({}, {"allows_chunks": True, "plan": {"loss_chunks": 2}}):
+        assert "plan.loss_chunks" not in changes_that_fit(small(predicted=predicted, **other))[0].keys
 
 
 def test_a_tighter_limit_wants_a_smaller_micro_batch() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gradus.planner.choice.typed import options
@@ -13,6 +13,7 @@ from gradus.schema.prediction import MemoryPrediction
 
 MOST_RANKS = 1024  # among which sharding is looked for
 MOST_CHANGES = 5  # that are told
+LOSS_CHUNKS = 8  # of a loss that is computed in parts: an eighth of the logits is little beside anything else
 GIB = 2**30
 
 
@@ -34,6 +35,7 @@ class Shortage:
     fixed: frozenset[str] = frozenset()  # fields of the plan that the recipe gives, and nobody else changes
     predicted: MemoryPrediction | None = None  # for the worst moment of a step, before the run began
     predicted_at: str = ""  # that moment
+    allows_chunks: bool = False  # the model's loss can be computed in parts
 
     @property
     def rest_bytes(self) -> int:
@@ -116,6 +118,7 @@ def _candidates(shortage: Shortage) -> Iterator[Change]:
     plan = shortage.plan
     narrow = shortage.allows_bf16 and plan.precision in ("fp32", "tf32")
     if shortage.state_fits:
+        yield from _chunked_loss(shortage)
         yield from _smaller_micro_batch(shortage)
         if plan.recompute != "full":
             yield _recomputed(shortage)
@@ -125,6 +128,16 @@ def _candidates(shortage: Shortage) -> Iterator[Change]:
     if narrow:
         yield from _sharded(shortage, "bf16")
     yield from _offloaded(shortage, "bf16" if narrow else plan.precision)
+
+
+def _chunked_loss(shortage: Shortage) -> Iterator[Change]:
+    """Where logits were to be there at the worst moment, which costs next to nothing to change."""
+    logits = shortage.predicted.logits if shortage.predicted is not None else 0
+    if not logits or not shortage.allows_chunks or shortage.plan.loss_chunks > 1 or shortage.plan.mesh.tensor > 1:
+        return
+    change = _changed(shortage, {"loss_chunks": LOSS_CHUNKS}, "output layer and loss, a part of the tokens at a time")
+    less = logits - logits // LOSS_CHUNKS
+    yield replace(change, activation_bytes=shortage.activation_bytes - less)
 
 
 def _smaller_micro_batch(shortage: Shortage) -> Iterator[Change]:
@@ -146,7 +159,7 @@ def _recomputed(shortage: Shortage) -> Change:
     assert size is not None
     blocks = max(1, (size.parameters - size.outside_blocks) // max(1, size.largest_block))
     change = _changed(shortage, {"recompute": "full"}, "activations of blocks are computed twice, a third more work")
-    return Change(change.keys, change.ranks, change.why, change.state, change.activation_bytes // blocks)
+    return replace(change, activation_bytes=change.activation_bytes // blocks)
 
 
 def _sharded(shortage: Shortage, precision: Precision) -> Iterator[Change]:
