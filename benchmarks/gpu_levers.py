@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models import catalogue
-from gradus.training.chunked_loss import Chunks
+from gradus.training.chunked_loss import ChunkedLoss, PartOfLoss
 from gradus.training.compilation import compile_model
 from gradus.training.loss_placement import chunk_loss
 
@@ -162,7 +162,7 @@ class Training:
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
         variant, on = self.variant, CUDA and self.variant.compiled != "nothing"
         if variant.loss_chunks > 1:
-            chunk_loss(self.model, Chunks(variant.loss_chunks, compiled=on), None, None)
+            chunk_loss(self.model, variant.loss_chunks, None, None)
         if not on:
             return self._whole
         if variant.compiled == "blocks":
@@ -170,6 +170,11 @@ class Training:
             return self._whole
         how: dict[str, Any] = {"mode": variant.mode} if variant.mode else {}
         how |= {"options": variant.options} if variant.options else {}
+        for module in self.model.modules():
+            if isinstance(module, ChunkedLoss):
+                module.forward = torch.compiler.disable(module.forward)
+            if isinstance(module, PartOfLoss):
+                module.compile(dynamic=False, **how)
         self.model.compile(dynamic=False, **how)
         return self._whole
 

@@ -17,7 +17,6 @@ from gradus.parallel.replicate import replicated
 from gradus.parallel.world import World
 from gradus.schema.plan import Mesh
 from gradus.schema.recipe import Recipe
-from gradus.training.chunked_loss import Chunks
 from gradus.training.loss_placement import chunk_loss
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
@@ -54,7 +53,7 @@ def _tracked(world: World, recipe: Recipe) -> int:
     # Various ones, so that experts get about as many each.
     tokens = torch.randint(recipe.model.options["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
     if plan.loss_chunks > 1:
-        chunk_loss(built, Chunks(plan.loss_chunks, compiled=False), objective, None)
+        chunk_loss(built, plan.loss_chunks, objective, None)
     staged = plan.mesh.pipeline > 1
     wiring = wiring_of(built, recipe, plan, objective, (tokens, tokens)) if staged else None
     model: Any = prepared(built, recipe, plan, world, numbers, some_rank_may_pad=False, wiring=wiring)

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from huggingface_cases import VOCABULARY, gpt2, llama
+from huggingface_cases import HERE, VOCABULARY, gpt2, llama
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gradus.models import catalogue
 from gradus.models.output import IGNORED
+from gradus.planner.profile.of_recipe import profile_of
 from gradus.planner.resolve import resolved
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
-from gradus.training.chunked_loss import Chunks
 from gradus.training.compilation import compile_model
 from gradus.training.loss_placement import chunk_loss
 from gradus.training.objective import Objective
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 12, "vocabulary": 101}
-THREE = Chunks(3, compiled=False)
 
 
 class Classifier(nn.Module):
@@ -39,6 +38,14 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.last(self.body(x).relu())
         return logits if self.scale is None else logits * self.scale
+
+
+class Signals(Dataset[tuple[Tensor, int]]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((8,), float(index)), index
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -75,7 +82,7 @@ def assert_same_gradients(found: nn.Module, expected: nn.Module, tolerance: floa
 def test_loss_and_gradients_are_those_of_the_whole(use: str, chunks: int) -> None:
     whole = catalogue.build(use, SMALL).double()
     chunked = copy.deepcopy(whole)
-    chunk_loss(chunked, Chunks(chunks, compiled=False), None, None)
+    chunk_loss(chunked, chunks, None, None)
     expected, found = whole(*text()), chunked(*text())
     assert found.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-13)
     assert found.count == expected.count == 22
@@ -87,7 +94,7 @@ def test_loss_and_gradients_are_those_of_the_whole(use: str, chunks: int) -> Non
 def test_without_targets_and_in_evaluation_there_are_all_logits() -> None:
     whole = catalogue.build("gpt", SMALL).double()
     chunked = copy.deepcopy(whole)
-    chunk_loss(chunked, THREE, None, None)
+    chunk_loss(chunked, 3, None, None)
     tokens, targets = text()
     assert torch.equal(chunked(tokens), whole(tokens))
     expected, found = whole.eval()(tokens, targets), chunked.eval()(tokens, targets)
@@ -96,7 +103,7 @@ def test_without_targets_and_in_evaluation_there_are_all_logits() -> None:
 
 def test_a_copy_of_the_model_has_a_loss_of_its_own() -> None:
     model = gpt2().double()
-    chunk_loss(model, THREE, objective_of(model), labelled())
+    chunk_loss(model, 3, objective_of(model), labelled())
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -108,7 +115,7 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     whole = catalogue.build("gpt", {**SMALL, "tied": False}).double()
     whole.head.output.requires_grad_(False)
     chunked = copy.deepcopy(whole)
-    chunk_loss(chunked, THREE, None, None)
+    chunk_loss(chunked, 3, None, None)
     for model in (whole, chunked):
         model(*text()).loss_sum.backward()
     assert "head.output.weight" not in gradients(chunked)
@@ -118,7 +125,7 @@ def test_what_is_frozen_gets_no_gradient() -> None:
 def test_without_gradients_there_is_only_a_loss() -> None:
     model = catalogue.build("gpt", SMALL).double()
     expected = model(*text()).loss_sum.item()
-    chunk_loss(model, THREE, None, None)
+    chunk_loss(model, 3, None, None)
     with torch.no_grad():
         assert model(*text()).loss_sum.item() == pytest.approx(expected, rel=1e-13)
 
@@ -128,7 +135,7 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_the_whole() -> None:
     exact = catalogue.build("gpt", {**SMALL, "width": 64, "vocabulary": 509}).double()
     whole = copy.deepcopy(exact).float()
     chunked = copy.deepcopy(whole)
-    chunk_loss(chunked, THREE, None, None)
+    chunk_loss(chunked, 3, None, None)
     tokens, targets = text(509)
     exact(tokens, targets).loss_sum.backward()
     for model in (whole, chunked):
@@ -159,7 +166,7 @@ def loss_of_labels(model: nn.Module, **more: Any) -> Tensor:
 def test_a_causal_model_of_hugging_face_with_labels(build: Any) -> None:
     whole = build().double()
     chunked = copy.deepcopy(whole)
-    chunk_loss(chunked, THREE, objective_of(chunked), labelled())
+    chunk_loss(chunked, 3, objective_of(chunked), labelled())
     # transformers computes this loss in float32.
     assert loss_of_labels(chunked).item() == pytest.approx(loss_of_labels(whole).item(), rel=1e-6)
     few = {"num_items_in_batch": 7}
@@ -178,11 +185,23 @@ def test_a_model_of_hugging_face_with_batches_of_our_own() -> None:
     whole = catalogue.build("huggingface", {**settings, "config": {**config, "intermediate_size": 32}}).double()
     chunked = copy.deepcopy(whole)
     batch = dict(zip(("tokens", "targets"), text(), strict=True))
-    chunk_loss(chunked, THREE, objective_of(chunked), batch)
+    chunk_loss(chunked, 3, objective_of(chunked), batch)
     for model in (whole, chunked):
         model(**batch).loss_sum.backward()
     assert_same_gradients(chunked, whole)
     assert chunked.eval()(**batch) == whole.eval()(**batch)
+
+
+@pytest.mark.parametrize("model", ["huggingface", "own"])
+def test_a_plan_for_it_is_made_without_weights(model: str) -> None:
+    """Planned are models whose weights are not there, with data that is."""
+    changes: dict[str, Any] = {"model": {"use": f"{HERE}:llama"}, "data": {"use": f"{HERE}:Sentences"}}
+    if model == "own":
+        changes = {"model": {"use": f"{__file__}:Classifier"}, "data": {"use": f"{__file__}:Signals"}}
+        changes["loss"] = "cross-entropy"
+    profile = profile_of(recipe(**changes), precision="bf16", loss_chunks=3)
+    assert not profile.notes, "it was traced, and not estimated"
+    assert any(operator.eager for part in profile.parts for operator in part.forward)
 
 
 def test_logits_that_are_changed_on_the_way_to_the_loss_are_seen() -> None:
@@ -192,7 +211,7 @@ def test_logits_that_are_changed_on_the_way_to_the_loss_are_seen() -> None:
     )  # fmt: skip
     model = Gemma2ForCausalLM(config)
     with pytest.raises(InputError, match="is not what a Linear layer of it returned"):
-        chunk_loss(model, THREE, objective_of(model), labelled())
+        chunk_loss(model, 3, objective_of(model), labelled())
     assert type(model.lm_head) is nn.Linear
     assert model.loss_function.__name__ == "ForCausalLMLoss"
 
@@ -203,7 +222,7 @@ def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe() -> None:
     chunked = copy.deepcopy(whole)
     x, y = torch.randn(10, 8, dtype=torch.float64), torch.arange(10) * 7
     expected, found = (objective_of(model, "cross-entropy") for model in (whole, chunked))
-    chunk_loss(chunked, THREE, found, (x, y))
+    chunk_loss(chunked, 3, found, (x, y))
     for model, objective in ((whole, expected), (chunked, found)):
         losses = objective(model, (x, y), 10)
         assert losses.count == 10
@@ -221,12 +240,12 @@ def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe() -> None:
 )
 def test_where_it_cannot_be_it_is_refused(model: nn.Module, loss: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        chunk_loss(model, THREE, objective_of(model, loss), (torch.randn(4, 8), torch.arange(4)))
+        chunk_loss(model, 3, objective_of(model, loss), (torch.randn(4, 8), torch.arange(4)))
 
 
 def test_an_own_loop_with_a_model_of_the_users_is_refused() -> None:
     with pytest.raises(InputError, match="in an own loop, the loss of Classifier is computed where"):
-        chunk_loss(Classifier(), THREE, None, None)
+        chunk_loss(Classifier(), 3, None, None)
 
 
 @pytest.fixture
@@ -238,9 +257,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
         compiled.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
     original = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module: original(module, backend=counting))
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **how: original(module, backend=counting, **how))
     torch._dynamo.reset()
     yield compiled
     torch._dynamo.reset()
@@ -249,7 +267,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 def test_compiled_no_graph_has_all_logits(graphs: list[torch.fx.GraphModule]) -> None:
     whole = catalogue.build("gpt", SMALL).double()
     chunked = copy.deepcopy(whole)
-    chunk_loss(chunked, Chunks(3, compiled=True), None, None)
+    chunk_loss(chunked, 3, None, None)
     compile_model(chunked)
     for model in (whole, chunked):
         model(*text()).loss_sum.backward()

@@ -24,28 +24,41 @@ class OutputLayer(nn.Linear):
         return x if self.training else super().forward(x)
 
 
-class Chunks:
-    """How the tokens of a micro-batch are divided, and how the work on a part is done."""
+class PartOfLoss(nn.Module):
+    """The loss of some tokens. A plan that compiles the model compiles this by itself."""
 
-    def __init__(self, count: int, *, compiled: bool) -> None:
-        """Compiled, if at all, is the work on one part: a compiler that saw all of them might do them at once."""
-        self.count = count
-        self.loss_and_gradient = torch.compile(_loss_and_gradient, dynamic=False) if compiled else _loss_and_gradient
-        self._loss_sum = torch.compiler.disable(_loss_sum) if compiled else _loss_sum  # type: ignore[no-untyped-call]
+    def forward(self, rows: Tensor, matrix: Tensor, offset: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the losses, and its gradient by the logits."""
+        logits = F.linear(rows, matrix, offset)
+        wide = _wide(logits)
+        valid = (targets != IGNORED)[:, None]
+        column = torch.where(valid, targets[:, None], 0)
+        normaliser = torch.logsumexp(wide, dim=-1, keepdim=True)
+        loss = torch.where(valid, normaliser - wide.gather(1, column), 0.0).sum()
+        is_target = torch.arange(wide.shape[-1], device=wide.device) == column
+        gradient = torch.where(valid, torch.exp(wide - normaliser) - is_target.to(wide.dtype), 0.0)
+        return loss, gradient.to(logits.dtype)
 
-    def sum_and_count(self, layer: nn.Linear, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+
+class ChunkedLoss(nn.Module):
+    """Cross-entropy of what an output layer would make of the tokens that it is given."""
+
+    eager = True  # a compiler that saw all parts might do them at once, and have all logits
+
+    def __init__(self, chunks: int) -> None:
+        super().__init__()
+        self.chunks = chunks
+        self.part = PartOfLoss()
+
+    def forward(self, layer: nn.Linear, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the losses, and the number of valid targets, of `x` (..., width) and `targets` (...)."""
-        loss_sum = self._loss_sum(x, layer.weight, layer.bias, targets, self)
+        if torch.is_grad_enabled():
+            loss_sum = _LossSum.apply(x, layer.weight, layer.bias, targets, self)  # type: ignore[no-untyped-call]
+        else:
+            parts = _parts(x, layer.weight, layer.bias, targets, self.chunks)
+            losses = [_loss(F.linear(rows, matrix, offset), wanted) for rows, wanted, matrix, offset in parts]
+            loss_sum = torch.stack(losses).sum()
         return loss_sum, (targets != IGNORED).sum().to(loss_sum.dtype)
-
-
-def _loss_sum(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks) -> Tensor:
-    if torch.is_grad_enabled():
-        result: Tensor = _LossSum.apply(x, weight, bias, targets, chunks)  # type: ignore[no-untyped-call]
-        return result
-    parts = _parts(x, weight, bias, targets, chunks.count)
-    losses = [_loss(F.linear(rows, matrix, offset), wanted) for rows, wanted, matrix, offset in parts]
-    return torch.stack(losses).sum()
 
 
 def _parts(
@@ -66,15 +79,19 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 class _LossSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, whole: ChunkedLoss
+    ) -> Tensor:
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         losses: list[Tensor] = []
         rows_gradients: list[Tensor] = []
         # Added up in float32 or wider, unlike the products themselves.
         weight_gradient = torch.zeros_like(_wide(weight)) if of_weight else None
         bias_gradient = torch.zeros_like(_wide(bias)) if of_bias and bias is not None else None
-        for rows, wanted, matrix, offset in _parts(x, weight, bias, targets, chunks.count):
-            loss, gradient = chunks.loss_and_gradient(rows, matrix, offset, wanted)
+        # Detached: who watches modules by hooks takes what wants a gradient for a part of autograd's graph.
+        given = (x.detach(), weight.detach(), None if bias is None else bias.detach())
+        for rows, wanted, matrix, offset in _parts(*given, targets, whole.chunks):
+            loss, gradient = whole.part(rows, matrix, offset, wanted)
             losses.append(loss)
             if of_x:
                 rows_gradients.append(gradient @ matrix)
@@ -90,19 +107,6 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (None if saved is None else saved * gradient for saved in ctx.saved_tensors)
         return (*scaled, None, None)
-
-
-def _loss_and_gradient(rows: Tensor, matrix: Tensor, offset: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses, and its gradient by the logits."""
-    logits = F.linear(rows, matrix, offset)
-    wide = _wide(logits)
-    valid = (targets != IGNORED)[:, None]
-    column = torch.where(valid, targets[:, None], 0)
-    normaliser = torch.logsumexp(wide, dim=-1, keepdim=True)
-    loss = torch.where(valid, normaliser - wide.gather(1, column), 0.0).sum()
-    is_target = torch.arange(wide.shape[-1], device=wide.device) == column
-    gradient = torch.where(valid, torch.exp(wide - normaliser) - is_target.to(wide.dtype), 0.0)
-    return loss, gradient.to(logits.dtype)
 
 
 def _wide(tensor: Tensor) -> Tensor:

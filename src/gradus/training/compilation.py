@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gradus.parallel.blocks import parameter_count, repeated_blocks
-from gradus.training.chunked_loss import OutputLayer
+from gradus.training.chunked_loss import ChunkedLoss, OutputLayer, PartOfLoss
 
 MINIMUM_SHARE = (
     0.5  # of the parameters: with less in blocks that look alike, there is more to gain from the whole graph
@@ -26,8 +26,10 @@ def compile_model(model: nn.Module) -> None:
     """Arrange, in place, for parts of the model to be compiled when they are first called."""
     parts = parts_to_compile(model)
     for module in model.modules():
-        if getattr(module, "eager", False):  # what it does depends on the data, so that there is no one graph of it
+        if getattr(module, "eager", False):  # no part of any graph
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+        if isinstance(module, PartOfLoss):
+            module.compile(dynamic=False)
     for part in parts:
         part.compile()
 
@@ -52,7 +54,13 @@ def parts_to_compile(model: nn.Module) -> list[nn.Module]:
 def names_of_compiled(model: nn.Module) -> list[str]:
     """The parts that are compiled, by their names in the model; "" is all of it."""
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(part)] for part in parts_to_compile(model)]
+    by_themselves = [module for module in model.modules() if isinstance(module, PartOfLoss)]
+    return [names[id(part)] for part in [*parts_to_compile(model), *by_themselves]]
+
+
+def names_left_out(model: nn.Module) -> list[str]:
+    """What is in those parts and not compiled with them, as far as it is not inside of blocks."""
+    return [name for name, module in model.named_modules() if isinstance(module, ChunkedLoss)]
 
 
 def _blocks_that_share_code(model: nn.Module) -> list[nn.Module]:

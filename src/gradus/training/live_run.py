@@ -57,7 +57,6 @@ from gradus.schema.recipe import Recipe
 from gradus.training.accumulation import check_parameters_are_wide
 from gradus.training.breakdown import Timings
 from gradus.training.building import open_data
-from gradus.training.chunked_loss import Chunks
 from gradus.training.described import Described, described_model
 from gradus.training.evaluation import Measure, evaluate
 from gradus.training.float8 import Float8Layers, choose_layers
@@ -243,7 +242,7 @@ class LiveRun:
         self.may_chunk_loss = self.objective is not None and may_chunk(model, recipe)
         if plan.loss_chunks > 1:
             example = self._example() if self.objective is not None else None
-            chunk_loss(model, Chunks(plan.loss_chunks, compiled=plan.compile), self.objective, example)
+            chunk_loss(model, plan.loss_chunks, self.objective, example)
         # Said in `begin`, of the whole model: a pipeline leaves this rank a part of it.
         self.recompute_note = recompute_note(model, plan)
         self.float8_layers = choose_layers(model, plan.fp8_scaling) if plan.precision == "fp8" else None

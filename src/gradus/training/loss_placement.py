@@ -23,31 +23,31 @@ from gradus.models.output import IGNORED, LossOutput, classification_loss, layer
 from gradus.schema.errors import InputError
 from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Recipe
-from gradus.training.chunked_loss import Chunks, OutputLayer
+from gradus.training.chunked_loss import ChunkedLoss, OutputLayer
 from gradus.training.objective import Batch, Objective
 
 FIELD = "plan.loss_chunks"
 
 
-def chunk_loss(model: nn.Module, chunks: Chunks, objective: Objective | None, example: Batch | None) -> None:
+def chunk_loss(model: nn.Module, chunks: int, objective: Objective | None, example: Batch | None) -> None:
     """Let the model's loss, in place, work on one part of the tokens after the other. Before the model is split.
 
     `example` is a batch of which only the shapes matter. Own loops have no objective, and so no example.
     """
-    name = type(model).__name__
-    head = _head_of(model)
+    name, head, loss = type(model).__name__, _head_of(model), ChunkedLoss(chunks)
     if head is not None:
-        head.loss = _OfHead(chunks)  # type: ignore[assignment]
+        head.loss = _OfHead(loss)  # type: ignore[assignment]
     elif objective is None or example is None:
         raise _refused(f"in an own loop, the loss of {name} is computed where gradus does not see it")
     elif objective.cross_entropy:
         layer = _layer_before(model, objective, example, objective.logits_of)
-        objective.use_chunks(layer, chunks)
+        objective.use_chunks(layer, loss)
         layer.__class__ = OutputLayer
     elif is_pretrained_model(type(model)):
-        _chunk_huggingface(model, chunks, objective, example)
+        _chunk_huggingface(model, loss, objective, example)
     else:
         raise _refused(f"{name} computes its loss itself", hint="let it return logits, and use `loss: cross-entropy`")
+    (head or model).add_module("chunked_loss", loss)  # where compilers and planners find it
 
 
 def may_chunk(model: nn.Module, recipe: Recipe) -> bool:
@@ -65,12 +65,13 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 class _OfHead:
     """In place of `layer_and_loss`, in the head of a reference model."""
 
-    chunks: Chunks
+    loss: ChunkedLoss
 
     def __call__(self, layer: nn.Linear, x: Tensor, targets: Tensor, training: bool) -> LossOutput:
         if not training:  # how many are predicted right is counted from all logits
             return layer_and_loss(layer, x, targets, training)
-        return LossOutput(*self.chunks.sum_and_count(layer, x, targets), None)
+        loss_sum, count = self.loss(layer, x, targets)
+        return LossOutput(loss_sum, count, None)
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,13 @@ class _OfLogits:
     """In place of `classification_loss`, in a Hugging Face model that is given batches of our own sources."""
 
     layer: nn.Linear
-    chunks: Chunks
+    loss: ChunkedLoss
 
     def __call__(self, logits: Tensor, targets: Tensor, training: bool) -> LossOutput:
         if not training:
             return classification_loss(logits, targets, training)
-        return LossOutput(*self.chunks.sum_and_count(self.layer, logits, targets), None)
+        loss_sum, count = self.loss(self.layer, logits, targets)
+        return LossOutput(loss_sum, count, None)
 
 
 @dataclass(frozen=True)
@@ -91,21 +93,21 @@ class _OfLabels:
     """In place of the `loss_function` of a causal language model of Hugging Face, with its arguments."""
 
     layer: nn.Linear
-    chunks: Chunks
-    whole: Callable[..., Tensor]
+    loss: ChunkedLoss
+    whole: Callable[..., Any]
 
-    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Any:
         if not self.layer.training:
             return self.whole(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         targets = more.get("shift_labels")
         if targets is None:  # each token predicts the next
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        loss_sum, count = self.chunks.sum_and_count(self.layer, logits, targets)
+        loss_sum, count = self.loss(self.layer, logits, targets)
         divisor = more.get("num_items_in_batch")
         return loss_sum / (count if divisor is None else divisor)
 
 
-def _chunk_huggingface(model: Any, chunks: Chunks, objective: Objective, example: Batch) -> None:
+def _chunk_huggingface(model: Any, loss: ChunkedLoss, objective: Objective, example: Batch) -> None:
     whole = model.loss_function
     given: dict[str, Tensor] = {}
 
@@ -123,9 +125,9 @@ def _chunk_huggingface(model: Any, chunks: Chunks, objective: Objective, example
     finally:
         del model.loss_of_logits, model._loss_function
     if "loss_of_logits" in given:
-        model.loss_of_logits = _OfLogits(layer, chunks)
+        model.loss_of_logits = _OfLogits(layer, loss)
     elif getattr(whole, "__name__", "") == "ForCausalLMLoss":
-        model.loss_function = _OfLabels(layer, chunks, whole)
+        model.loss_function = _OfLabels(layer, loss, whole)
     else:
         raise _refused(f"the loss of {type(model).__name__} is not that of a causal language model")
     layer.__class__ = OutputLayer
@@ -153,11 +155,15 @@ def _layer_before(model: nn.Module, objective: Objective, example: Batch, logits
 
 def _run_without_values(model: nn.Module, objective: Objective, example: Batch) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faked = {name: mode.from_tensor(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    batch = mapped(example, mode.from_tensor)
+
+    def fake(tensor: Tensor) -> Tensor:  # on one device, wherever it is: parts of a model may not be anywhere yet
+        return mode.from_tensor(tensor.to("meta"))
+
+    faked = {name: fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    batch = mapped(example, fake)
 
     def called(*positional: Any, **named: Any) -> Any:
-        return functional_call(model, {**faked}, positional, named)
+        return functional_call(model, faked, positional, named)
 
     try:
         with mode, torch.no_grad():

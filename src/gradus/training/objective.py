@@ -22,7 +22,7 @@ from gradus.schema.errors import GradusError, InputError, unknown_name
 from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Named, Recipe
 from gradus.schema.user_code import raised_by_user
-from gradus.training.chunked_loss import Chunks
+from gradus.training.chunked_loss import ChunkedLoss
 from gradus.training.shape_errors import explain_forward_error
 from gradus.training.sum_and_count import on_device, part, sum_and_count
 from gradus.training.valid_labels import rule_for, shifted, valid_labels
@@ -68,9 +68,9 @@ class Objective:
         """Of what the model returned, that which the loss is computed of."""
         return _logits(output)
 
-    def use_chunks(self, layer: nn.Linear, chunks: Chunks) -> None:
+    def use_chunks(self, layer: nn.Linear, chunked: ChunkedLoss) -> None:
         """Compute the built-in cross-entropy in chunks; in training, the layer hands on what it is given."""
-        self._loss = partial(_cross_entropy, layer=layer, chunks=chunks)
+        self._loss = partial(_cross_entropy, layer=layer, chunked=chunked)
 
     def check_metric(self, name: str, reference_model: bool) -> None:
         """Refuse, before training, a metric that no evaluation will have. Reference models know their accuracy."""
@@ -270,11 +270,12 @@ def _place(loss: nn.Module, field: str, use: str, model: nn.Module) -> None:
 
 
 def _cross_entropy(
-    output: Any, batch: Batch, layer: nn.Linear | None = None, chunks: Chunks | None = None
+    output: Any, batch: Batch, layer: nn.Linear | None = None, chunked: ChunkedLoss | None = None
 ) -> tuple[Tensor, Tensor]:
     targets = _target(batch)
-    if layer is not None and chunks is not None and layer.training:
-        return chunks.sum_and_count(layer, _logits(output), targets)
+    if layer is not None and chunked is not None and layer.training:
+        found: tuple[Tensor, Tensor] = chunked(layer, _logits(output), targets)
+        return found
     result = classification_loss(_classes_last(_logits(output), targets), targets, training=True)
     return result.loss_sum, result.count
 

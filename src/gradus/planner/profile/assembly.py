@@ -62,14 +62,22 @@ def _assembled(few: Recorder, more: Recorder, line: _Line, facts: Facts) -> tupl
     return parts, calls
 
 
-def with_eager_operators(part: Part, compiled: Collection[str]) -> Part:
-    """The part, with operators marked that are in none of these modules: losses, and what joins modules."""
-    if part.block or "" in compiled:
+def with_eager_operators(part: Part, compiled: Collection[str], left_out: Collection[str] = ()) -> Part:
+    """The part, with operators marked that no compiler sees: losses, what joins modules, and what is left out.
+
+    The modules that are compiled and those that are left out may be inside of each other: the innermost counts.
+    """
+    if part.block:
         return part
 
+    def is_eager(operator: Operator) -> bool:
+        holders = [
+            name for name in (*compiled, *left_out) if f"{operator.module}.".startswith(f"{name}." if name else "")
+        ]
+        return not holders or max(holders, key=len) in left_out
+
     def marked(operator: Operator) -> Operator:
-        inside = any(operator.module == name or operator.module.startswith(f"{name}.") for name in compiled)
-        return operator if inside else replace(operator, eager=True)
+        return replace(operator, eager=True) if is_eager(operator) else operator
 
     return replace(part, forward=tuple(map(marked, part.forward)), backward=tuple(map(marked, part.backward)))
 

@@ -76,8 +76,7 @@ def _traced(
     fp8_scaling: Scaling | None,
     loss_chunks: int,
 ) -> ModelProfile:
-    from gradus.training.chunked_loss import Chunks
-    from gradus.training.compilation import names_of_compiled
+    from gradus.training.compilation import names_left_out, names_of_compiled
     from gradus.training.described import outlined_model
     from gradus.training.float8 import use_float8
     from gradus.training.loss_placement import chunk_loss
@@ -89,7 +88,7 @@ def _traced(
     objective = Objective(recipe, model)
     examples = Examples(recipe, dtype, channels_last)
     if loss_chunks > 1:
-        chunk_loss(model, Chunks(loss_chunks, compiled=False), objective, examples.batch(1))
+        chunk_loss(model, loss_chunks, objective, examples.batch(1))
     if fp8_scaling is not None:
         use_float8(model, fp8_scaling)
     if channels_last:
@@ -124,11 +123,11 @@ def _traced(
         note = "the model runs other operators for other batches: its sizes are taken to be in proportion"
         bare = replace(bare, notes=(*bare.notes, note))
         parts, calls = in_proportion(more, micro_batches[1], facts)
-    compiled = names_of_compiled(model)
+    compiled, left_out = names_of_compiled(model), names_left_out(model)
     tied, trained = tied_elements(few)
     return replace(
         bare,
-        parts=tuple(with_eager_operators(part, compiled) for part in parts),
+        parts=tuple(with_eager_operators(part, compiled, left_out) for part in parts),
         calls=tuple(calls),
         tied_elements=tied,
         tied_trained=trained,
