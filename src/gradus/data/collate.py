@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,18 @@ from torch.utils.data import default_collate
 
 from gradus.schema.errors import InputError
 
+KINDS_SHOWN, NUMBERS_SHOWN = 4, 3
 
-def collated(items: Sequence[Any]) -> Any:
-    """torch's default, except that a list of numbers is one tensor: so tokenizers give their token ids."""
+
+def collated(items: Sequence[Any], numbers: Sequence[int] | None = None) -> Any:
+    """torch's default, except that a list of numbers is one tensor: so tokenizers give their token ids.
+
+    `numbers` are those of the samples in their dataset, for messages.
+    """
     try:
         return default_collate([_with_tensors(item) for item in items])
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
-        raise _explained(error, items) from error
+        raise _explained(error, items, numbers) from error
 
 
 def _with_tensors(item: Any) -> Any:
@@ -44,8 +50,8 @@ def _holds_numbers(values: list[Any]) -> bool:
     return _holds_numbers(first) if isinstance(first, list) and first else isinstance(first, (int, float))
 
 
-def _explained(error: Exception, items: Sequence[Any]) -> InputError:
-    """Which entry differs between samples, and how."""
+def _explained(error: Exception, items: Sequence[Any], numbers: Sequence[int] | None) -> InputError:
+    """Which entry differs between samples, how, and in which of them."""
     entries = [_entries(item) for item in items]
     names = {name for entry in entries for name in entry}
     hint = "give the dataset a `collate` method (or attribute) that takes the list of samples"
@@ -57,16 +63,27 @@ def _explained(error: Exception, items: Sequence[Any]) -> InputError:
             hint = "make all samples alike (pad them, for example), or " + hint
         else:
             continue
-        shown = ", ".join(list(dict.fromkeys(found))[:4])
+        shown = ", ".join(
+            f"{kind}{_where(kind, found, numbers)}" for kind, _ in Counter(found).most_common(KINDS_SHOWN)
+        )
         return InputError(f"data.use: samples cannot form a batch: {name} is {shown}", hint=hint, field="data.use")
     return InputError(f"data.use: samples cannot form a batch: {error}", hint=hint, field="data.use")
+
+
+def _where(kind: str, found: Sequence[str], numbers: Sequence[int] | None) -> str:
+    """The first samples with such an entry."""
+    if numbers is None:
+        return ""
+    those = [number for number, other in zip(numbers, found, strict=True) if other == kind]
+    more = ", …" if len(those) > NUMBERS_SHOWN else ""
+    return f" in item{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:NUMBERS_SHOWN]))}{more}"
 
 
 def _entries(item: Any, prefix: str = "") -> dict[str, str]:
     """Every entry of a sample, with its shape or type."""
     if not isinstance(item, (Mapping, tuple, list)):
         return {"a sample": type(item).__name__}
-    pairs = item.items() if isinstance(item, Mapping) else enumerate(item)
+    pairs = item.items() if isinstance(item, Mapping) else ((f"element {at}", value) for at, value in enumerate(item))
     found: dict[str, str] = {}
     for name, value in pairs:
         if isinstance(value, Mapping) or type(value) is tuple:

@@ -134,7 +134,8 @@ class Indexed:
                 raise _not_a_sample(item, number)
             items.append(item)
         with user_code("data.use", "collate"):
-            batch = self._collate(items)
+            ours = self._collate is collated
+            batch = collated(items, self.numbers_of(indices).tolist()) if ours else self._collate(items)
         return tuple(batch) if isinstance(batch, list) else batch
 
     def drawn(self, seed: int, positions: Indices) -> Indices | None:
