@@ -12,9 +12,11 @@ from torch import nn
 from gradus.models import catalogue
 from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import InputError, unknown_name
-from gradus.schema.recipe import Recipe
+from gradus.schema.recipe import DataBlock, Recipe
 from gradus.schema.user_code import user_code
 from gradus.training.randomness import seed_for_construction
+
+_KEYS_OF_ANY_DATA = [*(name for name in DataBlock.model_fields if name != "use"), "validation"]
 
 
 def is_reference(recipe: Recipe) -> bool:
@@ -56,7 +58,8 @@ def _check_arguments(function: Callable[..., Any], field: str, use: str, options
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         for key in options:
             if key not in [p.name for p in named]:
-                raise unknown_name(f"key for {use}:", key, [p.name for p in named], field=f"{block}.{key}")
+                known = [p.name for p in named] + (_KEYS_OF_ANY_DATA if block == "data" else [])
+                raise unknown_name(f"key for {use}:", key, known, field=f"{block}.{key}")
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in options:
             key = f"{block}.{parameter.name}"
