@@ -87,6 +87,20 @@ def test_few_steps_are_said_to_tell_little(tmp_path):
     assert any("only 5 steps" in line for line in found.not_measured)
 
 
+def test_a_handful_of_steps_is_not_judged_by_time(tmp_path):
+    seconds = {0: {**STEP, "data": 0.3, "exposed_communication": 0.5}, 1: {**STEP, "data": 0.3, "forward": 0.6}}
+    plan = {"workers": 0, "mesh": {"replicate": 2}, "micro_batch": 16}
+    for steps, judged in (
+        (3, False),
+        (7, False),
+        (8, True),
+    ):  # three of them are the warm-up, unless there are no others
+        run = run_with(tmp_path, steps=steps, seconds=seconds, plan=plan, run_id=f"of-{steps}")
+        found = explain(Evidence.of_run(run))
+        assert bool(found.findings) == judged
+        assert any("too few to judge" in line for line in found.not_measured) != judged
+
+
 def test_the_first_steps_do_not_count(tmp_path):
     run = run_with(tmp_path, steps=20)
     slow = json.dumps({"attempt": 1, "rank": 0, "node": "n1", "steps": 1, "measured_steps": 1, "time": 0.0})

@@ -76,6 +76,13 @@ def test_a_rank_that_computes_longer_than_the_others(tmp_path):
     assert one.gain_at_most == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("steps", "named"), [(3, False), (7, False), (8, True)])
+def test_a_rank_that_was_slow_in_very_few_steps_is_no_straggler(tmp_path, steps, named):
+    slow = {"forward": 0.08, "backward": 0.11, "optimizer": 0.01}
+    seconds = {0: {**STEP, "exposed_communication": 0.1}, 1: slow}
+    assert ("straggler" in found_in(run_with(tmp_path, steps=steps, seconds=seconds, plan=TWO))) == named
+
+
 def test_a_rank_that_loads_longer_than_the_others(tmp_path):
     fast = {**STEP, "exposed_communication": 0.1}
     found = found_in(run_with(tmp_path, seconds={0: fast, 1: {**STEP, "data": 0.1}}, plan={**TWO, "workers": 0}))

@@ -48,6 +48,8 @@ LEAST_SAMPLED_SECONDS = 0.5  # over which the rise of a counter says something
 FEWEST_RATES = 3  # between samples, of which the middle one is what is usual
 # Fewer measured steps than this tell little.
 ENOUGH_STEPS = 10
+# And of fewer than this, one or two slow ones make the median: they are not judged by time at all.
+FEWEST_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,11 @@ class Evidence:
     @cached_property
     def step_seconds(self) -> float | None:
         return mean_step_seconds(self.steady)
+
+    @property
+    def judged_step_seconds(self) -> float | None:
+        """The same, where there are enough steps to call anything slow by."""
+        return self.step_seconds if self.steps_measured >= FEWEST_STEPS else None
 
     @property
     def training_seconds(self) -> float | None:

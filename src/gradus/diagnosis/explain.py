@@ -80,6 +80,8 @@ def _not_measured(evidence: Evidence) -> list[str]:
         return [*missing, "anything but the traced steps: no metrics, no devices, no plan"]
     if not evidence.timings:
         missing.append("time by kind: the run has no timings (it is of an older version, of a foreign script, or died)")
+    elif evidence.judged_step_seconds is None:
+        missing.append(f"speed: only {evidence.steps_measured} steps after the warm-up, too few to judge it by")
     elif evidence.steps_measured < ENOUGH_STEPS:
         missing.append(f"only {evidence.steps_measured} steps after the warm-up: little can be told from them")
     if evidence.trace_paths and len(evidence.traces) == 0:

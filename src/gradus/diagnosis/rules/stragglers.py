@@ -18,7 +18,7 @@ LASTING_IN_TRACES = 0.8  # of the collectives in a few steps
 
 
 def straggler(evidence: Evidence) -> list[Finding]:
-    step, own = evidence.step_seconds, evidence.own_seconds
+    step, own = evidence.judged_step_seconds, evidence.own_seconds
     if not step or len(own) < 2:
         return []
     found = []
