@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from diagnosis.dead_runs import findings, first, of_rank, written_run
 
+from gradus.checkpoint.part import COMMITTED
+from gradus.checkpoint.step_folder import step_name
+
 TRACEBACK = """
 Traceback (most recent call last):
   File "/home/ada/train.py", line 31, in <module>
@@ -402,6 +405,20 @@ def test_an_error_of_which_nothing_is_known_is_told_as_it_is(tmp_path: Path) -> 
     found = first(written_run(tmp_path, error={"kind": "launch-failed", "message": "the ranks left with exit code 3"}))
     assert found.id == "crash"
     assert "gradus runs logs dead/x" in found.change
+
+
+def test_a_crash_says_that_without_a_checkpoint_it_starts_over(tmp_path: Path) -> None:
+    run = written_run(tmp_path, error=raised("KeyError: 'x'"), step=12)
+    starts_over = "gradus train --resume dead/x, which starts over: there is no checkpoint yet"
+    assert first(run).change.endswith(f"line 17; then {starts_over}")
+    (run.checkpoints / step_name(10)).mkdir()
+    (run.checkpoints / step_name(10) / COMMITTED).write_text("{}")
+    assert first(run).change.endswith("line 17; then gradus train --resume dead/x")
+
+
+def test_whether_a_script_starts_over_is_up_to_the_script(tmp_path: Path) -> None:
+    found = first(written_run(tmp_path, error=raised("KeyError: 'x'"), script=SCRIPT))
+    assert found.change.endswith("which goes on from what the script itself saved, or starts over")
 
 
 # -- what a reader would be led astray by ------------------------------------------------------------------------------
