@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from diagnosis.dead_runs import written_run
 from made_up_runs import ON_GPU, STEP, run_with
 from typer.testing import CliRunner
 
@@ -44,6 +45,15 @@ def test_a_sound_run_has_no_finding_and_is_told_so(tmp_path):
     said = CliRunner().invoke(app, ["explain", str(run.path)])
     assert said.exit_code == 0
     assert "no finding" in said.stdout
+
+
+def test_a_script_of_which_nothing_was_measured_is_not_called_sound(tmp_path):
+    run = written_run(tmp_path, state="finished", script="print('trained')")
+    said = CliRunner().invoke(app, ["explain", str(run.path)]).stdout
+    headline, *_ = said.splitlines()
+    assert "no finding: nothing was measured of the steps of this script" in headline
+    assert "`gradus train --nproc 2 --profile steps=5 -- train.py`" in headline
+    assert "stands out" not in said
 
 
 def test_a_sound_run_on_a_gpu_has_no_finding(tmp_path):

@@ -106,6 +106,14 @@ class Evidence:
         """What was run, if it was no recipe."""
         return _read(Script.load, self._file(COMMAND_FILE))
 
+    def profiling(self, request: str) -> str:
+        """The command that makes such a run anew with a trace of what is requested; a job's size is to be added."""
+        submitted = self.run is not None and self.run.job.is_dir()
+        if self.script is None:
+            return f"gradus {'submit' if submitted else 'train'} --profile {request}"
+        verb = "submit" if submitted else f"train --nproc {self.script.ranks}"
+        return f"gradus {verb} --profile {request} -- {self.script.text}"
+
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl, one for each logged step, of all attempts; of very many, enough to judge by."""
