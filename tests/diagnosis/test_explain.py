@@ -190,13 +190,20 @@ def test_a_run_that_has_nothing_but_an_attempt(tmp_path):
     assert explain(Evidence.of_run(run)).plan_against_measured == ()
 
 
-@pytest.mark.parametrize("what", ["a folder", "nothing"])
-def test_what_is_no_run_is_refused(tmp_path, what):
-    if what == "a folder":
-        (tmp_path / "x").mkdir()
+@pytest.mark.parametrize(
+    ("folders", "why"),
+    [
+        ([], "no such run directory"),
+        (["x"], "it is a folder, but has no attempts/ and control/ in it"),
+        (["x", "x/attempts"], "it is a folder, but has no control/ in it"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, folders, why):
+    for folder in folders:
+        (tmp_path / folder).mkdir()
     said = CliRunner().invoke(app, ["explain", str(tmp_path / "x"), "--json"])
     assert said.exit_code == 2
-    assert "is not a run" in json.loads(said.stdout)["error"]["message"]
+    assert f"is not a run: {why}" in json.loads(said.stdout)["error"]["message"]
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path):
