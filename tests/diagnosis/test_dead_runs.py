@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from diagnosis.dead_runs import findings, first, of_rank, written_run
 
+from gradus.checkpoint.part import COMMITTED
+from gradus.checkpoint.step_folder import step_name
+
 TRACEBACK = """
 Traceback (most recent call last):
   File "/home/ada/train.py", line 31, in <module>
@@ -219,6 +222,36 @@ def test_a_nan_without_fp16_does_not_ask_for_another_precision(tmp_path: Path) -
     assert "precision" not in found.change
 
 
+def test_a_nan_before_any_update_is_not_blamed_on_the_learning_rate(tmp_path: Path) -> None:
+    error = {
+        "kind": "do-not-restart",
+        "message": "the loss is inf at step 1; the last good step is 0, and there is no checkpoint yet. Samples of ...",
+        "step": 1,
+        "sample_indices": [1, 2],
+    }
+    found = first(written_run(tmp_path, error=error, ranks=1))
+    assert (found.id, found.confidence) == ("nan", "high")
+    assert "before any update of the weights, so it is not the learning rate" in found.verdict
+    assert found.change.startswith("--set anomaly=true")
+    assert "a log of 0" in found.change
+    assert not any(word in found.change for word in ("optimizer", "precision"))
+
+
+@pytest.mark.parametrize(("skipped", "untrained"), [((1, 2), True), ((2,), False)])
+def test_steps_that_were_all_skipped_are_no_updates(tmp_path: Path, skipped: tuple[int, ...], untrained: bool) -> None:
+    error = {"kind": "do-not-restart", "message": "the loss is nan at step 3", "step": 3}
+    events = [{"event": "skipped-step", "step": step, "scale_before": 2.0} for step in skipped]
+    run = written_run(tmp_path, error=error, plan={"precision": "fp16"}, events=events, ranks=1)
+    change = first(run).change
+    assert change.startswith("--set plan.precision=bf16")
+    assert ("anomaly=true" in change, "optimizer.lr" in change) == (untrained, not untrained)
+
+
+def test_a_nan_at_step_1_of_a_script_that_may_count_from_0_keeps_the_usual_advice(tmp_path: Path) -> None:
+    found = first(written_run(tmp_path, error={"kind": "exception", "message": "loss is nan at step 1"}, script=SCRIPT))
+    assert "a tenth of the learning rate" in found.change
+
+
 # -- who did not come --------------------------------------------------------------------------------------------------
 
 NCCL = (
@@ -372,6 +405,20 @@ def test_an_error_of_which_nothing_is_known_is_told_as_it_is(tmp_path: Path) -> 
     found = first(written_run(tmp_path, error={"kind": "launch-failed", "message": "the ranks left with exit code 3"}))
     assert found.id == "crash"
     assert "gradus runs logs dead/x" in found.change
+
+
+def test_a_crash_says_that_without_a_checkpoint_it_starts_over(tmp_path: Path) -> None:
+    run = written_run(tmp_path, error=raised("KeyError: 'x'"), step=12)
+    starts_over = "gradus train --resume dead/x, which starts over: there is no checkpoint yet"
+    assert first(run).change.endswith(f"line 17; then {starts_over}")
+    (run.checkpoints / step_name(10)).mkdir()
+    (run.checkpoints / step_name(10) / COMMITTED).write_text("{}")
+    assert first(run).change.endswith("line 17; then gradus train --resume dead/x")
+
+
+def test_whether_a_script_starts_over_is_up_to_the_script(tmp_path: Path) -> None:
+    found = first(written_run(tmp_path, error=raised("KeyError: 'x'"), script=SCRIPT))
+    assert found.change.endswith("which goes on from what the script itself saved, or starts over")
 
 
 # -- what a reader would be led astray by ------------------------------------------------------------------------------

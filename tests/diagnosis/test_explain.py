@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from diagnosis.dead_runs import written_run
 from made_up_runs import ON_GPU, STEP, run_with
 from typer.testing import CliRunner
 
@@ -44,6 +45,15 @@ def test_a_sound_run_has_no_finding_and_is_told_so(tmp_path):
     said = CliRunner().invoke(app, ["explain", str(run.path)])
     assert said.exit_code == 0
     assert "no finding" in said.stdout
+
+
+def test_a_script_of_which_nothing_was_measured_is_not_called_sound(tmp_path):
+    run = written_run(tmp_path, state="finished", script="print('trained')")
+    said = CliRunner().invoke(app, ["explain", str(run.path)]).stdout
+    headline, *_ = said.splitlines()
+    assert "no finding: nothing was measured of the steps of this script" in headline
+    assert "`gradus train --nproc 2 --profile steps=5 -- train.py`" in headline
+    assert "stands out" not in said
 
 
 def test_a_sound_run_on_a_gpu_has_no_finding(tmp_path):
@@ -85,6 +95,20 @@ def test_few_steps_are_said_to_tell_little(tmp_path):
     found = explain(Evidence.of_run(run))
     assert found.findings[0].confidence == "low"
     assert any("only 5 steps" in line for line in found.not_measured)
+
+
+def test_a_handful_of_steps_is_not_judged_by_time(tmp_path):
+    seconds = {0: {**STEP, "data": 0.3, "exposed_communication": 0.5}, 1: {**STEP, "data": 0.3, "forward": 0.6}}
+    plan = {"workers": 0, "mesh": {"replicate": 2}, "micro_batch": 16}
+    for steps, judged in (
+        (3, False),
+        (7, False),
+        (8, True),
+    ):  # three of them are the warm-up, unless there are no others
+        run = run_with(tmp_path, steps=steps, seconds=seconds, plan=plan, run_id=f"of-{steps}")
+        found = explain(Evidence.of_run(run))
+        assert bool(found.findings) == judged
+        assert any("too few to judge" in line for line in found.not_measured) != judged
 
 
 def test_the_first_steps_do_not_count(tmp_path):
@@ -166,13 +190,20 @@ def test_a_run_that_has_nothing_but_an_attempt(tmp_path):
     assert explain(Evidence.of_run(run)).plan_against_measured == ()
 
 
-@pytest.mark.parametrize("what", ["a folder", "nothing"])
-def test_what_is_no_run_is_refused(tmp_path, what):
-    if what == "a folder":
-        (tmp_path / "x").mkdir()
+@pytest.mark.parametrize(
+    ("folders", "why"),
+    [
+        ([], "no such run directory"),
+        (["x"], "it is a folder, but has no attempts/ and control/ in it"),
+        (["x", "x/attempts"], "it is a folder, but has no control/ in it"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, folders, why):
+    for folder in folders:
+        (tmp_path / folder).mkdir()
     said = CliRunner().invoke(app, ["explain", str(tmp_path / "x"), "--json"])
     assert said.exit_code == 2
-    assert "is not a run" in json.loads(said.stdout)["error"]["message"]
+    assert f"is not a run: {why}" in json.loads(said.stdout)["error"]["message"]
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path):

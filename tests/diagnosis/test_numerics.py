@@ -65,6 +65,9 @@ def test_a_loss_that_ends_above_its_beginning_has_diverged_and_no_advice_raises_
     found = first(run)
     assert (found.id, found.severity) == ("diverged", "quality")
     assert found.evidence["since_step"] == 5
+    assert "ran away from step 5 on: 2.15 (median of steps 1 to 4), now 9 (median of steps 33 to 36)" in found.verdict
+    assert found.evidence["first_loss"] == pytest.approx(2.15)
+    assert found.evidence["first_loss_from"] == "median of steps 1 to 4"
     assert "the batch is 8 times the 4 that lr was for" in found.verdict
     assert "there is no warm-up" in found.verdict
     assert "--set optimizer.lr_scaling=sqrt" in found.change
@@ -83,6 +86,8 @@ def test_a_loss_that_burst_and_learned_nothing_has_diverged(tmp_path: Path) -> N
     losses = [2.3, 40.0, 700.0, 90.0, 11.0, *[2.31] * 40]
     found = first(written_run(tmp_path, state="finished", rows=rows(losses), step=45, ranks=1))
     assert (found.id, found.evidence["since_step"]) == ("diverged", 3)
+    assert (found.evidence["first_loss"], found.evidence["first_loss_from"]) == (2.3, "step 1")
+    assert "2.3 (step 1), now 2.31 (median of steps 42 to 45)" in found.verdict
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from made_up_runs import ON_CPU, ON_GPU, STEP, run_with
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.explain import explain
 from gradus.diagnosis.finding import Finding
+from gradus.launcher.script import Script
 from gradus.record.directory import RunDirectory
 from gradus.schema.cluster import Cluster
+from gradus.schema.profile_request import ProfileRequest
 
 TWO = {"mesh": {"replicate": 2}, "micro_batch": 16}
 
@@ -74,6 +77,25 @@ def test_a_rank_that_computes_longer_than_the_others(tmp_path):
     assert one.id == "straggler"
     assert (one.evidence["rank"], one.evidence["why"]) == (1, "computing")
     assert one.gain_at_most == pytest.approx(0.5)
+
+
+def test_a_straggler_in_an_own_loop_is_told_with_the_command_that_finds_the_line(tmp_path):
+    slow = {"forward": 0.08, "backward": 0.11, "optimizer": 0.01}
+    seconds = {0: {**STEP, "exposed_communication": 0.1}, 1: slow}
+    own = {"model": {"use": "own"}, "data": {"use": "own"}}
+    run = run_with(tmp_path, seconds=seconds, plan=TWO, recipe=own)
+    (run.attempt_path(1) / "command.json").write_text(Script("file", "loop.py", (), tmp_path, 2).to_json())
+    [command] = re.findall("`(.*)`", found_in(run)["straggler"].change)
+    assert command == "gradus train --nproc 2 --profile steps=5,ranks=all,stacks -- loop.py"
+    asked = ProfileRequest.parse(command.split()[5])
+    assert (asked.steps, asked.ranks, asked.stacks) == (5, (), True)
+
+
+@pytest.mark.parametrize(("steps", "named"), [(3, False), (7, False), (8, True)])
+def test_a_rank_that_was_slow_in_very_few_steps_is_no_straggler(tmp_path, steps, named):
+    slow = {"forward": 0.08, "backward": 0.11, "optimizer": 0.01}
+    seconds = {0: {**STEP, "exposed_communication": 0.1}, 1: slow}
+    assert ("straggler" in found_in(run_with(tmp_path, steps=steps, seconds=seconds, plan=TWO))) == named
 
 
 def test_a_rank_that_loads_longer_than_the_others(tmp_path):

@@ -41,6 +41,20 @@ def test_of_many_samples_a_few_are_shown_and_all_are_recorded() -> None:
     assert len(error.details["sample_indices"]) == count
 
 
+def test_before_the_first_update_the_learning_rate_is_not_blamed() -> None:
+    hints = [
+        str(
+            not_a_number(
+                what="loss", value=math.inf, step=step, last_good_step=step - 1, data=DATA, saved_step=None
+            ).hint
+        )
+        for step in (1, 2)
+    ]
+    assert "--set anomaly=true" in hints[0]
+    assert "try a lower optimizer.lr" not in hints[0]
+    assert "try a lower optimizer.lr" in hints[1]
+
+
 SEVERAL = list(range(10, 10 + MOST_SKIPPED_IN_A_ROW))  # that follow each other
 SCATTERED = list(range(0, 40 * MOST_SKIPPED, 40))
 

@@ -54,7 +54,7 @@ def as_text(evidence: Evidence, found: Explanation) -> str:
 
 def _headline(evidence: Evidence, found: Explanation) -> str:
     count = len(found.findings)
-    said = f"{count} finding{'s' if count > 1 else ''}" if count else "no finding: nothing that was measured stands out"
+    said = f"{count} finding{'s' if count > 1 else ''}" if count else f"no finding: {found.if_nothing_found}"
     if evidence.run is None:
         return f"{evidence.trace_paths[0]}: {said}"
     steps = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 from gradus.cli.output import print_error, shown
@@ -11,6 +12,8 @@ from gradus.record.events import rank_writer, read_events
 from gradus.record.format import duration_text
 from gradus.record.summary import summarize, summary_text
 from gradus.schema.recipe import Recipe
+
+_FAR_ABOVE = 2.0  # times the first loss: single losses are noisy, and less may be one hard batch
 
 
 def exit_code(result: Result) -> int:
@@ -73,10 +76,23 @@ def told_of_failure(result: Result, *, kept: bool = True) -> bool:
 def _next_steps(result: Result, recipe: Recipe, recipe_path: str | None) -> list[str]:
     if result.state != "finished":
         return []
-    tries = [(f"gradus runs {shown(result.run.path)}", "what happened in this run")]
-    if recipe_path:
-        half = f"optimizer.lr={recipe.optimizer.lr / 2:g}"
-        tries.append((f"gradus train {recipe_path} --set {half}", "the same with half the learning rate"))
-    tries.append((f"gradus explain {shown(result.run.path)}", "what slowed it down, and the exact change"))
+    runs, explain = f"gradus runs {shown(result.run.path)}", f"gradus explain {shown(result.run.path)}"
+    tries = [(runs, "what happened in this run")]
+    if _ran_away(result):
+        tries.insert(0, (explain, "why the loss ended far above its beginning, and the exact change"))
+    else:
+        if recipe_path:
+            half = f"optimizer.lr={recipe.optimizer.lr / 2:g}"
+            tries.append((f"gradus train {recipe_path} --set {half}", "the same with half the learning rate"))
+        tries.append((explain, "what slowed it down, and the exact change"))
     width = max(len(command) for command, _ in tries)
     return [f"{command:<{width}}   {why}" for command, why in tries]
+
+
+def _ran_away(result: Result) -> bool:
+    """Whether half the learning rate may be far too much still."""
+    found = summarize(result.run)
+    if found.first_loss is None or found.last_loss is None:
+        return False
+    rise = found.last_loss - found.first_loss
+    return not math.isfinite(found.last_loss) or rise > (_FAR_ABOVE - 1) * abs(found.first_loss)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gradus.checkpoint.manifest import committed_steps
 from gradus.diagnosis.evidence import Evidence
 from gradus.launcher.error_signature import place_in_users_code
 from gradus.launcher.last_words import LastWords, last_words
@@ -136,6 +137,15 @@ class Demise:
         """The command that goes on with it."""
         verb = "submit" if self.standing is not None else "train"
         return f"gradus {verb} --resume {self.run.name}/{self.run.id}"
+
+    @property
+    def again(self) -> str:
+        """That command, and where it goes on from if that is not a checkpoint."""
+        if self.evidence.recipe is None:
+            return f"{self.resume}, which goes on from what the script itself saved, or starts over"
+        if committed_steps(self.run.checkpoints):
+            return self.resume
+        return f"{self.resume}, which starts over: there is no checkpoint yet"
 
     @property
     def start(self) -> str:

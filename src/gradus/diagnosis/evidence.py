@@ -48,6 +48,8 @@ LEAST_SAMPLED_SECONDS = 0.5  # over which the rise of a counter says something
 FEWEST_RATES = 3  # between samples, of which the middle one is what is usual
 # Fewer measured steps than this tell little.
 ENOUGH_STEPS = 10
+# And of fewer than this, one or two slow ones make the median: they are not judged by time at all.
+FEWEST_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,14 @@ class Evidence:
         """What was run, if it was no recipe."""
         return _read(Script.load, self._file(COMMAND_FILE))
 
+    def profiling(self, request: str) -> str:
+        """The command that makes such a run anew with a trace of what is requested; a job's size is to be added."""
+        submitted = self.run is not None and self.run.job.is_dir()
+        if self.script is None:
+            return f"gradus {'submit' if submitted else 'train'} --profile {request}"
+        verb = "submit" if submitted else f"train --nproc {self.script.ranks}"
+        return f"gradus {verb} --profile {request} -- {self.script.text}"
+
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl, one for each logged step, of all attempts; of very many, enough to judge by."""
@@ -154,6 +164,11 @@ class Evidence:
     @cached_property
     def step_seconds(self) -> float | None:
         return mean_step_seconds(self.steady)
+
+    @property
+    def judged_step_seconds(self) -> float | None:
+        """The same, where there are enough steps to call anything slow by."""
+        return self.step_seconds if self.steps_measured >= FEWEST_STEPS else None
 
     @property
     def training_seconds(self) -> float | None:

@@ -52,6 +52,7 @@ class Explanation:
     findings: tuple[Finding, ...]
     plan_against_measured: tuple[Deviation, ...]
     not_measured: tuple[str, ...]
+    if_nothing_found: str  # why there is no finding, in words
 
     def document(self) -> dict[str, Any]:
         return {
@@ -69,7 +70,15 @@ def explain(evidence: Evidence) -> Explanation:
         found += [] if answer is None else [answer] if isinstance(answer, Finding) else list(answer)
     if evidence.is_own_loop:
         found = [replace(one, change=in_an_own_loop(one.change)) for one in found]
-    return Explanation(ranked(found), tuple(versus_plan(evidence)), tuple(_not_measured(evidence)))
+    return Explanation(
+        ranked(found), tuple(versus_plan(evidence)), tuple(_not_measured(evidence)), _if_nothing_found(evidence)
+    )
+
+
+def _if_nothing_found(evidence: Evidence) -> str:
+    if evidence.script is None or evidence.timings or evidence.traces:
+        return "nothing that was measured stands out"
+    return f"nothing was measured of the steps of this script; `{evidence.profiling('steps=5')}` does that"
 
 
 def _not_measured(evidence: Evidence) -> list[str]:
@@ -80,12 +89,14 @@ def _not_measured(evidence: Evidence) -> list[str]:
         return [*missing, "anything but the traced steps: no metrics, no devices, no plan"]
     if not evidence.timings:
         missing.append("time by kind: the run has no timings (it is of an older version, of a foreign script, or died)")
+    elif evidence.judged_step_seconds is None:
+        missing.append(f"speed: only {evidence.steps_measured} steps after the warm-up, too few to judge it by")
     elif evidence.steps_measured < ENOUGH_STEPS:
         missing.append(f"only {evidence.steps_measured} steps after the warm-up: little can be told from them")
     if evidence.trace_paths and len(evidence.traces) == 0:
         missing.append(f"{evidence.trace_paths[0].name}: cannot be read as a trace")
     elif not evidence.trace_paths:
-        missing.append("single kernels and synchronisations: no trace (gradus train --profile steps=5)")
+        missing.append(f"single kernels and synchronisations: no trace ({evidence.profiling('steps=5')})")
     if not evidence.device_samples:
         missing.append("GPU and host load: no samples of the devices")
     elif all(sample.gpus is None for sample in evidence.device_samples):

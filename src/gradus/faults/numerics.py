@@ -39,12 +39,18 @@ def not_a_number(
 ) -> DoNotRestart:
     """The error for step `step` (counted from 1). The same data and seed would give it again: do not restart."""
     kept = f"the newest checkpoint is of step {saved_step}" if saved_step is not None else "there is no checkpoint yet"
+    remedy = "try a lower optimizer.lr, a longer optimizer.warmup or optimizer.clip=1.0"
+    if step == 1:
+        remedy = (
+            "the weights were not updated yet, so it is not optimizer.lr: --set anomaly=true names the operation whose "
+            "gradient is no number; look for a log of 0 or a division by 0"
+        )
     return DoNotRestart(
         f"the {what} is {value} at step {step}; the last good step is {last_good_step}, and {kept}. "
         f"Samples of that step: {data.text}",
-        hint="try a lower optimizer.lr, a longer optimizer.warmup or optimizer.clip=1.0; look at those samples; to go "
-        f"on without them: --set 'data.skip=[[{data.positions.start}, {data.positions.stop}]]'; to have that done by "
-        "itself: on_nan=skip or on_nan=rollback",
+        hint=f"{remedy}; look at those samples; to go on without them: "
+        f"--set 'data.skip=[[{data.positions.start}, {data.positions.stop}]]'; to have that done by itself: "
+        "on_nan=skip or on_nan=rollback",
         step=step,
         last_good_step=last_good_step,
         checkpoint_step=saved_step,

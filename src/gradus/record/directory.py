@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gradus.schema.errors import InputError
 
+_MARKS = ("attempts", "control")  # folders by which a run is known
 _FOLDERS = ("attempts", "events", "checkpoints", "control")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # A run directory holds the user's working diff and logs: for the user's eyes unless they say otherwise.
@@ -79,8 +80,12 @@ class RunDirectory:
         there = [f"{run.name}/{run.id}" for run in sorted(runs, key=lambda run: -_likeness(run, path_or_id))]
         more = f", and {len(there) - _LISTED_RUNS} more" if len(there) > _LISTED_RUNS else ""
         listed = f"runs in {root}: {', '.join(there[:_LISTED_RUNS])}{more}" if there else f"there are no runs in {root}"
+        why = "no such run directory"
+        if (folder := Path(path_or_id)).is_dir():
+            lacks = " and ".join(f"{name}/" for name in _MARKS if not (folder / name).is_dir())
+            why = f"it is a folder, but has no {lacks} in it, as every run has"
         raise InputError(
-            f"{path_or_id!r} is not a run: no such run directory, and no such id or name in {root}",
+            f"{path_or_id!r} is not a run: {why}, and no such id or name in {root}",
             hint=f"did you mean {' or '.join(near)}? {listed}" if near else listed,
             found=path_or_id,
             allowed=there,
@@ -195,7 +200,7 @@ def _likeness(run: RunDirectory, text: str) -> float:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "attempts").is_dir() and (path / "control").is_dir()
+    return all((path / name).is_dir() for name in _MARKS)
 
 
 def _make_folders(path: Path) -> None:

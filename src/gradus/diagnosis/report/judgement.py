@@ -20,7 +20,7 @@ def findings_html(found: Explanation, *, over: bool) -> str:
         body = "".join(map(_finding, found.findings))
     else:
         so_far = "" if over else " so far"
-        body = paragraph(f"No finding{so_far}: nothing that was measured stands out.")
+        body = paragraph(f"No finding{so_far}: {found.if_nothing_found}.")
     if not found.not_measured:
         return body
     lines = "".join(f"<li>{escape(line)}</li>" for line in found.not_measured)

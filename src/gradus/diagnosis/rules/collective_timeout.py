@@ -72,7 +72,7 @@ def _watched(demise: Demise) -> Finding:
     where = f"see what {demise.who} was doing in {error['stacks']}" if error.get("stacks") else f"look at {demise.who}"
     mend = "a collective that not all ranks call, a lock, or a read that never returns; then"
     patience = f"a run that is only slow needs --set watchdog.at_least={_patience(demise)}"
-    change = f"{where}: {mend} {demise.resume}; {patience}"
+    change = f"{where}: {mend} {demise.again}; {patience}"
     return Finding("collective-timeout", demise.first_line, evidence, change, None, "high", "fatal")
 
 

@@ -52,7 +52,7 @@ def transfer_seconds(evidence: Evidence) -> float:
 
 
 def exposed_communication(evidence: Evidence) -> Finding | None:
-    step, seconds = evidence.step_seconds, transfer_seconds(evidence)
+    step, seconds = evidence.judged_step_seconds, transfer_seconds(evidence)
     least_share, least = (GPU_SHARE, GPU_SECONDS) if evidence.has_gpu else (CPU_SHARE, CPU_SECONDS)
     if not step or evidence.ranks < 2 or seconds < max(least, least_share * (evidence.training_seconds or step)):
         return None
@@ -184,7 +184,7 @@ def too_many_gpus(evidence: Evidence) -> Finding | None:
 
 
 def _mostly_exposed(evidence: Evidence) -> Finding | None:
-    step = evidence.step_seconds
+    step = evidence.judged_step_seconds
     if not step or not evidence.has_gpu or evidence.ranks < 2 or transfer_seconds(evidence) < HALF * step:
         return None
     share = transfer_seconds(evidence) / step

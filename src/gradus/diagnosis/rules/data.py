@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradus.diagnosis.evidence import ENOUGH_STEPS, WARM_UP_STEPS, Evidence
+from gradus.diagnosis.evidence import ENOUGH_STEPS, FEWEST_STEPS, WARM_UP_STEPS, Evidence
 from gradus.diagnosis.finding import Finding
 from gradus.diagnosis.user_source.files import user_files
 from gradus.diagnosis.user_source.loaders import training_loader
@@ -29,7 +29,7 @@ COMPUTES = 0.5  # cores of each rank: from here on, samples are computed and not
 def waits_for_data(evidence: Evidence) -> Finding | None:
     """data-bound, too-few-workers or slow-storage: the three are one symptom, so that one of them is named."""
     # That every rank waits: if only one does, the others wait for it, and it is a straggler.
-    waited, step = min(evidence.by_rank("data").values(), default=0.0), evidence.step_seconds
+    waited, step = min(evidence.by_rank("data").values(), default=0.0), evidence.judged_step_seconds
     least = LEAST_SHARE if evidence.has_gpu else LEAST_SHARE_ON_CPU
     if not step or waited < max(LEAST_SECONDS, least * (evidence.training_seconds or step)):
         return None
@@ -135,7 +135,7 @@ def waits_for_data_by_metrics(evidence: Evidence) -> Finding | None:
     rows = [row for row in evidence.rows if row.get("step_seconds") and row.get("data_seconds") is not None]
     rows = rows[WARM_UP_STEPS:]
     waited, step = sum(row["data_seconds"] for row in rows), sum(row["step_seconds"] for row in rows)
-    if not rows or waited < max(LEAST_SECONDS * len(rows), LEAST_SHARE * step):
+    if len(rows) < FEWEST_STEPS or waited < max(LEAST_SECONDS * len(rows), LEAST_SHARE * step):
         return None
     return Finding(
         "data-bound",

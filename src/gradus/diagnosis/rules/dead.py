@@ -38,9 +38,9 @@ def crash(demise: Demise) -> Finding | None:
     if hint:
         change = str(hint)
     elif "line" in facts:
-        change = f"mend {facts['file']}, line {facts['line']}; then {demise.resume}"
+        change = f"mend {facts['file']}, line {facts['line']}; then {demise.again}"
     else:
-        change = f"see gradus runs logs {demise.run.name}/{demise.run.id}; then {demise.resume}"
+        change = f"see gradus runs logs {demise.run.name}/{demise.run.id}; then {demise.again}"
     return Finding("crash", verdict, facts, change, None, "high" if place or hint else "medium", "fatal")
 
 

@@ -55,7 +55,7 @@ def killed(demise: Demise) -> Finding | None:
     verdict = f"{demise.who} was killed by {signal}, and nobody says by whom"
     evidence = {**demise.facts, "signal": signal}
     change = (
-        f"{demise.resume} goes on; if it comes again: `dmesg -T | grep -i kill` on that node tells whether the kernel "
+        f"{demise.again}; if it comes again: `dmesg -T | grep -i kill` on that node tells whether the kernel "
         "did it for lack of memory (then fewer workers or a smaller micro-batch help)"
     )
     return Finding("job-killed", verdict, evidence, change, None, "medium", "fatal")

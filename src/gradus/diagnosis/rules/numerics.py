@@ -113,16 +113,21 @@ def diverged(evidence: Evidence) -> Finding | None:
     lowest = min(range(width - 1, len(smooth)), key=lambda at: smooth[at])
     best, best_step = min((smooth[lowest], finite[lowest]["step"]), (first, finite[0]["step"]))
     noise = median(abs(after - before) for before, after in pairwise(losses))
+    at_first, at_last = _median_of(finite[:width]), _median_of(finite[-width:])
+    highest_step = finite[losses.index(max(losses))]["step"]
     found = {
         "first_loss": first,
+        "first_loss_from": at_first,
         "best_loss": best,
         "best_step": best_step,
         "last_loss": end,
+        "last_loss_from": at_last,
         "highest_loss": max(losses),
+        "highest_step": highest_step,
     }
     if end > first + max((_AWAY - 1) * abs(first), 3 * noise):
         since = next(row["step"] for row in finite if row["loss"] > first + (_AWAY - 1) * abs(first))
-        verdict = f"the loss ran away: it began at {first:.4g}, and is at {end:.4g}, from step {since} on"
+        verdict = f"the loss ran away from step {since} on: {first:.4g} ({at_first}), now {end:.4g} ({at_last})"
         return _diverged(evidence, verdict, {**found, "since_step": since}, "high")
     gained, lost = first - best, end - best
     # The best is the lowest of many, and lower by chance the more there are.
@@ -130,14 +135,22 @@ def diverged(evidence: Evidence) -> Finding | None:
     if surely and gained > 0 and lost > _BACK * gained and lost > 0.1 * abs(first):
         verdict = f"the loss came down to {best:.4g} at step {best_step}, and went up again to {end:.4g} for good"
         return _diverged(evidence, verdict, {**found, "since_step": best_step}, "medium")
-    first = losses[0]  # a burst may be among the first ones
+    # The burst may be among the first ones, whose median then says nothing of the beginning.
+    first, at_first = losses[0], f"step {finite[0]['step']}"
     if max(losses) > _BURST * abs(first) and end > _NOTHING_LEARNED * first:
-        at = finite[losses.index(max(losses))]["step"]
         verdict = (
-            f"the loss burst to {max(losses):.4g} at step {at}, and has learned nothing: {first:.4g}, now {end:.4g}"
+            f"the loss burst to {max(losses):.4g} at step {highest_step}, and has learned nothing: "
+            f"{first:.4g} ({at_first}), now {end:.4g} ({at_last})"
         )
-        return _diverged(evidence, verdict, {**found, "since_step": at}, "medium")
+        found |= {"first_loss": first, "first_loss_from": at_first, "since_step": highest_step}
+        if first < best:
+            found |= {"best_loss": first, "best_step": finite[0]["step"]}
+        return _diverged(evidence, verdict, found, "medium")
     return None
+
+
+def _median_of(rows: Sequence[dict[str, Any]]) -> str:
+    return f"median of steps {rows[0]['step']} to {rows[-1]['step']}"
 
 
 def ran_away_to_death(evidence: Evidence) -> Finding | None:
@@ -145,7 +158,7 @@ def ran_away_to_death(evidence: Evidence) -> Finding | None:
     losses = [(row["step"], float(row["loss"])) for row in evidence.rows if _is_number(row.get("loss"))]
     if len(losses) < 2:
         return None
-    (_, first), (step, last) = losses[0], losses[-1]
+    (began, first), (step, last) = losses[0], losses[-1]
     late = [loss for _, loss in losses[1:]][-_LAST:]
     grows = (
         len(late) == _LAST and all(later > earlier for earlier, later in pairwise(late)) and last > _AWAY * abs(first)
@@ -153,8 +166,14 @@ def ran_away_to_death(evidence: Evidence) -> Finding | None:
     if not grows and max(late) <= max(_BURST * abs(first), first):
         return None
     since = next((at for at, loss in losses if loss > first + (_AWAY - 1) * abs(first)), step)
-    verdict = f"the loss ran away until it was no number: {first:.4g} in the beginning, {last:.4g} at step {step}"
-    found = {"first_loss": first, "last_loss": last, "since_step": since, "last_good_step": step}
+    verdict = f"the loss ran away until it was no number: {first:.4g} at step {began}, {last:.4g} at step {step}"
+    found = {
+        "first_loss": first,
+        "first_loss_from": f"step {began}",
+        "last_loss": last,
+        "since_step": since,
+        "last_good_step": step,
+    }
     return replace(_diverged(evidence, verdict, found, "high"), severity="fatal")
 
 

@@ -72,7 +72,7 @@ def _finer(plan: Plan, wanted: int) -> tuple[int, int]:
 
 
 def unbalanced_pipeline(evidence: Evidence) -> Finding | None:
-    plan, step = evidence.plan, evidence.step_seconds
+    plan, step = evidence.plan, evidence.judged_step_seconds
     if plan is None or plan.mesh.pipeline == 1 or not step:
         return None
     by_stage: dict[int, list[float]] = {}

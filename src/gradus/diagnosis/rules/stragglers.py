@@ -15,10 +15,11 @@ SLOW = 1.5
 LEAST_SHARE = 0.1  # of a step
 LASTING = 0.6  # of the time: one slow moment is no straggler
 LASTING_IN_TRACES = 0.8  # of the collectives in a few steps
+_EVERY_RANKS_LINES = "steps=5,ranks=all,stacks"  # as ProfileRequest reads it
 
 
 def straggler(evidence: Evidence) -> list[Finding]:
-    step, own = evidence.step_seconds, evidence.own_seconds
+    step, own = evidence.judged_step_seconds, evidence.own_seconds
     if not step or len(own) < 2:
         return []
     found = []
@@ -74,6 +75,8 @@ def _finding(evidence: Evidence, rank: int, others: list[int], usual: float) -> 
         change = f"look at what else runs on the cores or the GPU of rank {rank}, or what your code does on it alone"
     else:
         change = leave_out
+    if evidence.is_own_loop:
+        change += _naming_the_line(evidence)
     return Finding(
         "straggler",
         f"rank {rank} on {node} needs {own / max(usual, 1e-9):.1f} times as long as the others for {why}; they wait",
@@ -82,6 +85,10 @@ def _finding(evidence: Evidence, rank: int, others: list[int], usual: float) -> 
         min(1.0, (own - usual) / evidence.step_seconds),
         evidence.confidence,
     )
+
+
+def _naming_the_line(evidence: Evidence) -> str:
+    return f"; `{evidence.profiling(_EVERY_RANKS_LINES)}` records the lines that each rank is in"
 
 
 def _name(evidence: Evidence) -> str:
@@ -110,7 +117,8 @@ def straggler_in_traces(evidence: Evidence) -> Finding | None:
             "collectives": found.collectives,
             "share": waited / span,
         },
-        f"look at what rank {found.slowest} does that the others do not, and at what else runs on its node",
+        f"look at what rank {found.slowest} does that the others do not, and at what else runs on its node"
+        f"{_naming_the_line(evidence)}",
         min(1.0, waited / span),
         "medium",
         not_measured=("why: its own time by kind",),
