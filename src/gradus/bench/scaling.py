@@ -20,7 +20,7 @@ from gradus.bench.result import BenchResult, bench_environment
 from gradus.bench.synthetic import Synthetic, trained
 from gradus.hardware.detect import detect_machine
 from gradus.launcher.launching import train
-from gradus.record.amdahl import Amdahl, Measured, amdahl, efficiency, fraction_of, speed_up
+from gradus.record.amdahl import Amdahl, Measured, amdahl, efficiency, fraction_of, outside_the_law, speed_up
 from gradus.record.chart import Chart, Series
 from gradus.record.metrics import read_metrics
 from gradus.schema.errors import GradusError, InputError
@@ -59,7 +59,7 @@ class Row:
     repeats: int
     speed_up: float
     efficiency: float
-    amdahl_fraction: float | None  # that this speed-up alone would mean; None without a rank by itself to compare with
+    amdahl_fraction: float | None  # that this speed-up alone would mean; None without one rank, or outside the law
 
 
 def rows_of(points: Sequence[Point]) -> list[Row]:
@@ -68,15 +68,20 @@ def rows_of(points: Sequence[Point]) -> list[Row]:
     rows = []
     for point in by_size:
         times = speed_up(point.measured, base.measured)
-        fraction = fraction_of(times, point.ranks) if base.ranks == 1 and point.ranks > 1 else None
+        by_law = base.ranks == 1 < point.ranks and 1 <= times <= point.ranks
+        fraction = fraction_of(times, point.ranks) if by_law else None
         share = efficiency(point.measured, base.measured)
         rows.append(Row(point.ranks, point.how, point.rate, point.plus_minus, point.repeats, times, share, fraction))
     return rows
 
 
 def fitted(points: Sequence[Point]) -> Amdahl | None:
-    """The law through all of them; None with fewer than two numbers of ranks."""
-    return amdahl([point.measured for point in points if point.how == PROCESSES])
+    """The law through all of them; None with fewer than two numbers of ranks, or where no law goes through them."""
+    return amdahl(_processes(points))
+
+
+def _processes(points: Sequence[Point]) -> list[Measured]:
+    return [point.measured for point in points if point.how == PROCESSES]
 
 
 def default_counts() -> tuple[int, ...]:
@@ -271,7 +276,7 @@ def _result(
     notes: tuple[str, ...] = (),
 ) -> BenchResult:
     rows = rows_of(points)
-    law = fitted(points)
+    law, outside = fitted(points), outside_the_law(_processes(points))
     most = max((row for row in rows if row.how == PROCESSES), key=lambda row: row.ranks)
     summary: dict[str, Any] = {
         "ranks": most.ranks,
@@ -291,7 +296,7 @@ def _result(
         _charts(rows, law, str(settings["device"])),
         bench_environment(),
         provenance=provenance,
-        notes=notes,
+        notes=((f"No Amdahl fraction: {outside}.",) if outside else ()) + notes,
     )
 
 
