@@ -22,6 +22,7 @@ from gradus.hardware.detect import detect_machine
 from gradus.launcher.launching import train
 from gradus.record.amdahl import Amdahl, Measured, amdahl, efficiency, fraction_of, outside_the_law, speed_up
 from gradus.record.chart import Chart, Series
+from gradus.record.format import count_text
 from gradus.record.metrics import read_metrics
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.recipe import Recipe
@@ -154,7 +155,7 @@ def scaling_of_model(
         assert found is not None
         unit[0] = found.place["unit"]
         rate = Spread(found.totals).median
-        say(f"{ranks} {'ranks' if how == PROCESSES else how}: {rate:.1f} {unit[0]}/sec")
+        say(f"{count_text(ranks, 'rank') if not alone else f'{ranks} {how}'}: {rate:.1f} {unit[0]}/sec")
         return rate
 
     variants = {(count, PROCESSES): partial(once, count, PROCESSES) for count in counts}
@@ -185,7 +186,7 @@ def scaling_of_recipe(
         if batch % ranks:
             raise _indivisible(batch, ranks, "batch")
         rate = recipe_rate(recipe, ranks, batch, steps)
-        say(f"{ranks} ranks: {rate:.1f} samples/s")
+        say(f"{count_text(ranks, 'rank')}: {rate:.1f} samples/s")
         return rate
 
     spreads = interleaved({count: partial(once, count) for count in counts}, rounds)
@@ -207,13 +208,15 @@ def recipe_rate(recipe: Recipe, ranks: int, batch: int, steps: int) -> float:
         if result.error:
             error = dict(result.error)
             raise GradusError(
-                f"{ranks} ranks: {error.get('message')}", hint=error.get("hint"), output=error.get("traceback")
+                f"{count_text(ranks, 'rank')}: {error.get('message')}",
+                hint=error.get("hint"),
+                output=error.get("traceback"),
             )
         rows = read_metrics(result.run)
         seconds = [float(row["step_seconds"]) for row in rows if row.get("step_seconds") is not None]
     timed = seconds[_WARM_UP_STEPS:]
     if not timed:
-        raise GradusError(f"{ranks} ranks: the run has no timed step")
+        raise GradusError(f"{count_text(ranks, 'rank')}: the run has no timed step")
     return batch * len(timed) / sum(timed)
 
 
