@@ -12,7 +12,8 @@ from gradus_command import Gradus
 from typer.testing import CliRunner
 
 from gradus.bench.knobs import BASELINE, KNOBS, trials_of
-from gradus.bench.tried_recipe import given, why_not
+from gradus.bench.precision import precision
+from gradus.bench.tried_recipe import given, plan_here, why_not
 from gradus.cli.main import app
 from gradus.schema.cluster import Cluster
 from gradus.training.building import open_data
@@ -91,6 +92,15 @@ def test_bad_input_is_told_with_what_is_allowed(arguments: list[str], words: str
     assert done.exit_code == 2, done.output
     error = json.loads(done.stdout)["error"]
     assert words in f"{error['message']} {error.get('allowed')}"
+
+
+def test_a_precision_that_the_device_lacks_is_told_once_below_the_table() -> None:
+    said: list[str] = []
+    recipe = given(None, "simple-cnn", [], batch=4)
+    choice, _ = plan_here(recipe, 1)
+    result = precision(recipe, choice.plan, HOST, ["tf32"], steps=4, repeats=1, say=said.append)
+    assert said == []
+    assert [note for note in result.notes if note.startswith("tf32: ")]
 
 
 @pytest.mark.slow

@@ -69,6 +69,15 @@ def test_after_two_numbers_that_bring_nothing_no_larger_one_is_tried(tmp_path, m
     assert [row["repeats"] for row in result.rows] == [1, 1, 1, 0]
 
 
+def test_it_says_first_how_long_it_takes_at_most(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    bench_loader(recipe(tmp_path, 0.001), (0, 1), (2, 4), seconds=0.02, rounds=2, say=said.append)
+    assert said[0].startswith("at most 8 × 0.02 s = 0:00")
+    assert said[2].startswith("micro-batch 2, 1 worker: ")
+    assert len(said) == 1 + 8
+
+
 def test_numbers_that_were_asked_for_are_all_tried(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = bench_loader(recipe(tmp_path, 0.001), (0, 1, 2, 3), (4,), seconds=0.02, rounds=1, helps=1e9)

@@ -57,6 +57,16 @@ def test_without_a_rank_by_itself_there_is_no_fraction_of_a_single_speed_up():
     assert (four.speed_up, four.efficiency, four.amdahl_fraction) == (1.8, 0.9, None)
 
 
+def test_faster_than_ideal_is_told_in_place_of_a_fraction(tmp_path):
+    for ranks, rate in ((1, 10.0), (2, 36.1)):
+        (tmp_path / str(ranks)).write_text("\n".join(LabResult.of_iterations([rate], ranks, "CPU", "img").lines))
+    result = scaling_of_logs([str(tmp_path / "1"), str(tmp_path / "2")])
+    assert result.summary["speed_up"] == pytest.approx(7.22)
+    assert result.summary["amdahl_fraction"] is None
+    assert result.rows[1]["amdahl_fraction"] is None
+    assert any("faster than ideal" in note and "disturbed" in note for note in result.notes)
+
+
 def test_data_parallel_is_compared_with_one_process_but_is_no_part_of_the_law():
     rows = rows_of([point(2, 120.0, DATA_PARALLEL), point(1, 100.0), point(2, 190.0)])
     assert [(row.how, row.ranks) for row in rows] == [(PROCESSES, 1), (PROCESSES, 2), (DATA_PARALLEL, 2)]

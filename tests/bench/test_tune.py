@@ -7,7 +7,9 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +69,16 @@ class PretendedGpu(Ranks):
         seconds = trial.recipe.batch / self.rate(trial.plan)
         losses = (self.loss(trial.plan),) * 10
         return Tried("measured", "", trial.recipe.batch, (seconds,) * 5, seconds / 10, GIB, losses, device="pretended")
+
+
+class SlowTrials(PretendedGpu):
+    """Each trial takes its time, by a clock of its own."""
+
+    clock = 0.0
+
+    def try_out(self, trial: Trial) -> Tried:
+        self.clock += 4.5
+        return replace(super().try_out(trial), seconds=4.5)
 
 
 def start(**changes: Any) -> Choice:
@@ -202,6 +214,15 @@ def test_when_the_time_is_over_the_rest_is_named_and_not_tried() -> None:
     found = tuned(ranks, minutes=0)
     assert len(ranks.tried) == 1
     assert {step.why for step in found.steps} == {"not tried: the time was over"}
+
+
+def test_little_time_is_shared_between_the_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = SlowTrials(lambda plan: 100.0)
+    monkeypatch.setattr("gradus.bench.tune.time", SimpleNamespace(monotonic=lambda: ranks.clock))
+    found = tuned(ranks, minutes=1, knobs=["workers", "micro_batch"])
+    workers, micro_batch = found.steps
+    assert any("left out, for other knobs" in text for text in workers.tried)
+    assert micro_batch.tried, micro_batch.why
 
 
 def test_what_findings_point_at_is_tried_first() -> None:

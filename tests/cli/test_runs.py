@@ -62,6 +62,22 @@ def test_a_failed_run_says_why_in_the_list(tmp_path):
     assert "second line" not in shown
 
 
+def test_a_long_error_is_shortened_to_the_terminal_but_whole_in_json_and_by_its_run(tmp_path):
+    gradus = Gradus(tmp_path)
+    message = "ValueError: " + "very " * 80 + "long"
+    for name, error in (("bad", message), ("good", None)):
+        state = "failed" if error else "finished"
+        write_status(RunDirectory.create(gradus.runs, "own", name), Status(state, 3, 9, attempt=1, last_error=error))
+    lines = gradus("runs", COLUMNS="140").out.splitlines()
+    assert max(map(len, lines)) <= 140
+    assert any("ValueError: very" in line and line.rstrip().endswith("…") for line in lines)
+    narrow = gradus("runs", COLUMNS="40").out
+    assert "own/good" in narrow
+    assert "ValueError: very very" in narrow
+    assert message in [run["last_error"] for run in gradus("runs", "--json").json]
+    assert message in gradus("runs", "bad").out
+
+
 def test_an_id_is_never_cut_off(tmp_path):
     gradus = Gradus(tmp_path)
     name, run_id = "a-name-that-is-rather-long-for-a-table", "20260101-000000-abcd-and-then-some-more-words"

@@ -27,13 +27,19 @@ from gradus.schema.plan import Plan
     ("clock_ms", "processor_ms", "cores", "workers", "reason"),
     [
         (0.2, 0.2, 8, 0, "no worker: a micro-batch is fetched in 0.2 ms"),
-        (9, 9, 8, 1, "1 worker: a micro-batch is fetched in 9 ms; enough for one every 10 ms"),
-        (35, 35, 8, 4, "4 workers: a micro-batch is fetched in 35 ms; enough"),
-        (350, 350, 8, 7, "7 workers: a micro-batch is fetched in 350 ms; as many as the 8 cores of this rank allow"),
+        (9, 9, 8, 1, "1 worker: a micro-batch is fetched in 9 ms by one worker; enough for one every 10 ms ("),
+        (35, 35, 8, 4, "4 workers: a micro-batch is fetched in 35 ms by one worker; enough"),
+        (
+            350,
+            350,
+            8,
+            7,
+            "7 workers: a micro-batch is fetched in 350 ms by one worker; as many as the 8 cores of this rank allow",
+        ),
         (350, 350, 64, 16, "16 workers"),
         (350, 350, 1, 0, "the 1 core of this rank is for the rank itself"),
         (350, 20, 1, 1, "most of it waiting; as many as the 1 core of this rank allow"),
-        (350, 20, 4, 4, "4 workers: a micro-batch is fetched in 350 ms, most of it waiting"),
+        (350, 20, 4, 4, "4 workers: a micro-batch is fetched in 350 ms by one worker, most of it waiting"),
     ],
 )
 def test_the_number_and_its_reason(clock_ms: float, processor_ms: float, cores: int, workers: int, reason: str) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gradus.record.amdahl import Measured, amdahl, efficiency, fraction_of, speed_up
+from gradus.record.amdahl import Measured, amdahl, efficiency, fraction_of, outside_the_law, speed_up
 
 
 def by_law(fraction: float, gpus: int) -> float:
@@ -59,10 +59,28 @@ def test_errors_of_measurements_give_an_interval_to_two_of_them():
     assert 0 < some.high - some.low < more.high - more.low
 
 
-def test_faster_than_ideal_has_no_limit():
-    found = amdahl([Measured(1, 100.0), Measured(2, 210.0)])
-    assert found.fraction > 1
-    assert found.limit is None
+def test_faster_than_ideal_has_no_fraction_and_says_what_is_likely():
+    disturbed = [Measured(1, 100.0), Measured(2, 722.0)]
+    assert amdahl(disturbed) is None
+    assert outside_the_law(disturbed) == (
+        "2 are 7.22 times as fast as 1: faster than ideal, which the law cannot give; the measurement on 1 was likely "
+        "disturbed: repeat it"
+    )
+    assert "caches fit" in outside_the_law([Measured(1, 100.0), Measured(2, 204.0)])
+
+
+@pytest.mark.parametrize("slower", [[(1, 100.0), (2, 80.0)], [(2, 100.0), (4, 20.0)]])
+def test_what_is_slower_with_more_gpus_has_no_fraction(slower):
+    points = [Measured(gpus, rate) for gpus, rate in slower]
+    assert amdahl(points) is None
+    assert "more of them are slower" in outside_the_law(points)
+
+
+def test_inside_the_law_there_is_nothing_to_explain_and_no_interval_goes_beyond_one():
+    points = [Measured(1, 100.0, 5.0), Measured(2, 199.0, 5.0)]
+    assert outside_the_law(points) is None
+    assert outside_the_law(points[:1]) is None
+    assert amdahl(points).high == 1.0
 
 
 def test_one_number_of_gpus_is_no_law():

@@ -1,6 +1,6 @@
 import pytest
 
-from gradus.record.format import bytes_text, duration_text, number_text, rate_text
+from gradus.record.format import bytes_text, count_text, duration_text, number_text, rate_text
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,9 @@ from gradus.record.format import bytes_text, duration_text, number_text, rate_te
         (bytes_text(12), "12 B"),
         (bytes_text(0), "0 GiB"),
         (bytes_text(2048 * 2**30), "2,048 GiB"),
+        (count_text(1, "step"), "1 step"),
+        (count_text(2, "rank"), "2 ranks"),
+        (count_text(0, "sample"), "0 samples"),
         (rate_text(41234, "tok"), "41.2 k tok/s"),
         (rate_text(7.25, "samples"), "7.25 samples/s"),
         (rate_text(999.9, "tok"), "1 k tok/s"),

@@ -41,6 +41,15 @@ def test_a_run_that_never_trained_still_has_a_summary(run):
     assert summary_text(run) == f"steps  0\nrun    {run.path}"
 
 
+def test_steps_of_a_script_are_not_said_to_be_none(run):
+    run.new_attempt({"command.json": "{}"})
+    assert lines_about(run, "steps") == ["– (those of a script are not counted)"]
+    log = AppendLog(run.metrics_path)
+    log.write({"step": 3, "attempt": 1, "loss": 1.0})
+    log.close()
+    assert lines_about(run, "steps") == ["3"], "a loop of its own tells them"
+
+
 def evaluated(run, *values, name="loss"):
     log = AppendLog(run.metrics_path)
     for step, value in enumerate(values, start=1):

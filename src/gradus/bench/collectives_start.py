@@ -12,6 +12,7 @@ from gradus.bench.result import BenchResult, bench_environment
 from gradus.hardware.detect import detect_machine
 from gradus.launcher.slurm.step import other_nodes
 from gradus.record.chart import Chart, Series
+from gradus.record.format import count_text
 from gradus.schema.errors import InputError
 
 _RANK_MODULE = "gradus.bench.collectives_rank"
@@ -78,7 +79,7 @@ def result_of(asked: Asked, place: Mapping[str, Any], rows: Sequence[Mapping[str
         )
 
     ranks = rows[0]["ranks"]
-    where = f"{ranks} ranks, {place.get('backend')} on {place.get('device')}"
+    where = f"{count_text(ranks, 'rank')}, {place.get('backend')} on {place.get('device')}"
     charts = (
         Chart("Bus bandwidth", "size, bytes", "GB/s", series("bus_gb_per_second"), log_x=True, points=True),
         Chart("Latency", "size, bytes", "µs", series("seconds", 1e6), log_x=True, log_y=True, points=True),

@@ -22,6 +22,7 @@ from gradus.hardware.rank_cores import cores_of_rank
 from gradus.planner.defaults import default_plan
 from gradus.planner.resolve import prepare_data, resolved
 from gradus.record.chart import Chart, Series
+from gradus.record.format import count_text, duration_text
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
@@ -80,9 +81,11 @@ def bench_loader(
 
     def passed(size: int, count: int) -> Delivered:
         found = delivered(_loader(recipe, plan, data, device, size, count), seconds)
-        say(f"micro-batch {size}, {count} workers: {found.samples_per_second:,.0f} samples/s")
+        say(f"micro-batch {size}, {count_text(count, 'worker')}: {found.samples_per_second:,.0f} samples/s")
         return found
 
+    measurements = len(sizes) * len(counts) * rounds
+    say(f"at most {measurements} × {seconds:g} s = {duration_text(measurements * seconds)}, and the start of workers")
     # The first round finds out how far more workers help; the others repeat what it has kept, in turn.
     kept: dict[tuple[int, int], list[Delivered]] = {}
     for size in sizes:

@@ -26,6 +26,7 @@ from gradus.bench.result import BenchResult, bench_environment, finite
 from gradus.parallel.world import alone
 from gradus.record.chart import Bars, Chart, Series
 from gradus.record.directory import RunDirectory
+from gradus.record.format import count_text
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 from gradus.training.calibration import on_one_rank
@@ -68,7 +69,7 @@ def numerics(
     alone_plan = alone_plan.model_copy(update=plain)
     here = here.model_copy(update={"steps": steps, "plan": alone_plan})
     device = rank_device(0)
-    say(f"{steps} steps of {recipe.name} in fp32 on {device.type}")
+    say(f"{count_text(steps, 'step')} of {recipe.name} in fp32 on {device.type}")
     chosen = [FORMATS[name] for name in formats]
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory.create(Path(folder), "numerics")

@@ -39,8 +39,7 @@ def precision(
         tried = plan.model_copy(update={"precision": name})
         reason = why_not(recipe, cluster, tried)
         if reason is not None:
-            found.append((name, Tried("refused", reason)))
-            say(f"{name}: {reason}")
+            found.append((name, Tried("refused", reason)))  # told once, below the table
             continue
         memory = None if cluster.gpus_per_node else host_memory_for(world)
         trials[name] = Trial(

@@ -20,8 +20,9 @@ from gradus.bench.result import BenchResult, bench_environment
 from gradus.bench.synthetic import Synthetic, trained
 from gradus.hardware.detect import detect_machine
 from gradus.launcher.launching import train
-from gradus.record.amdahl import Amdahl, Measured, amdahl, efficiency, fraction_of, speed_up
+from gradus.record.amdahl import Amdahl, Measured, amdahl, efficiency, fraction_of, outside_the_law, speed_up
 from gradus.record.chart import Chart, Series
+from gradus.record.format import count_text
 from gradus.record.metrics import read_metrics
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.recipe import Recipe
@@ -59,7 +60,7 @@ class Row:
     repeats: int
     speed_up: float
     efficiency: float
-    amdahl_fraction: float | None  # that this speed-up alone would mean; None without a rank by itself to compare with
+    amdahl_fraction: float | None  # that this speed-up alone would mean; None without one rank, or outside the law
 
 
 def rows_of(points: Sequence[Point]) -> list[Row]:
@@ -68,15 +69,20 @@ def rows_of(points: Sequence[Point]) -> list[Row]:
     rows = []
     for point in by_size:
         times = speed_up(point.measured, base.measured)
-        fraction = fraction_of(times, point.ranks) if base.ranks == 1 and point.ranks > 1 else None
+        by_law = base.ranks == 1 < point.ranks and 1 <= times <= point.ranks
+        fraction = fraction_of(times, point.ranks) if by_law else None
         share = efficiency(point.measured, base.measured)
         rows.append(Row(point.ranks, point.how, point.rate, point.plus_minus, point.repeats, times, share, fraction))
     return rows
 
 
 def fitted(points: Sequence[Point]) -> Amdahl | None:
-    """The law through all of them; None with fewer than two numbers of ranks."""
-    return amdahl([point.measured for point in points if point.how == PROCESSES])
+    """The law through all of them; None with fewer than two numbers of ranks, or where no law goes through them."""
+    return amdahl(_processes(points))
+
+
+def _processes(points: Sequence[Point]) -> list[Measured]:
+    return [point.measured for point in points if point.how == PROCESSES]
 
 
 def default_counts() -> tuple[int, ...]:
@@ -149,7 +155,7 @@ def scaling_of_model(
         assert found is not None
         unit[0] = found.place["unit"]
         rate = Spread(found.totals).median
-        say(f"{ranks} {'ranks' if how == PROCESSES else how}: {rate:.1f} {unit[0]}/sec")
+        say(f"{count_text(ranks, 'rank') if not alone else f'{ranks} {how}'}: {rate:.1f} {unit[0]}/sec")
         return rate
 
     variants = {(count, PROCESSES): partial(once, count, PROCESSES) for count in counts}
@@ -180,7 +186,7 @@ def scaling_of_recipe(
         if batch % ranks:
             raise _indivisible(batch, ranks, "batch")
         rate = recipe_rate(recipe, ranks, batch, steps)
-        say(f"{ranks} ranks: {rate:.1f} samples/s")
+        say(f"{count_text(ranks, 'rank')}: {rate:.1f} samples/s")
         return rate
 
     spreads = interleaved({count: partial(once, count) for count in counts}, rounds)
@@ -202,13 +208,15 @@ def recipe_rate(recipe: Recipe, ranks: int, batch: int, steps: int) -> float:
         if result.error:
             error = dict(result.error)
             raise GradusError(
-                f"{ranks} ranks: {error.get('message')}", hint=error.get("hint"), output=error.get("traceback")
+                f"{count_text(ranks, 'rank')}: {error.get('message')}",
+                hint=error.get("hint"),
+                output=error.get("traceback"),
             )
         rows = read_metrics(result.run)
         seconds = [float(row["step_seconds"]) for row in rows if row.get("step_seconds") is not None]
     timed = seconds[_WARM_UP_STEPS:]
     if not timed:
-        raise GradusError(f"{ranks} ranks: the run has no timed step")
+        raise GradusError(f"{count_text(ranks, 'rank')}: the run has no timed step")
     return batch * len(timed) / sum(timed)
 
 
@@ -271,7 +279,7 @@ def _result(
     notes: tuple[str, ...] = (),
 ) -> BenchResult:
     rows = rows_of(points)
-    law = fitted(points)
+    law, outside = fitted(points), outside_the_law(_processes(points))
     most = max((row for row in rows if row.how == PROCESSES), key=lambda row: row.ranks)
     summary: dict[str, Any] = {
         "ranks": most.ranks,
@@ -291,7 +299,7 @@ def _result(
         _charts(rows, law, str(settings["device"])),
         bench_environment(),
         provenance=provenance,
-        notes=notes,
+        notes=((f"No Amdahl fraction: {outside}.",) if outside else ()) + notes,
     )
 
 

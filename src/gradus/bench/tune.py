@@ -170,8 +170,9 @@ class Tuner:
         try:
             self._begin()
             findings = self._findings() if look else ()
-            for knob in ordered(findings, knobs or KNOBS):
-                self._turn(knob, asked_for=knobs is not None)
+            order = ordered(findings, knobs or KNOBS)
+            for at, knob in enumerate(order):
+                self._turn(knob, order[at + 1 :], asked_for=knobs is not None)
             if self.plan != self.start and not self._over(2 * self.repeats):
                 self.say("the last plan against the first, in turns")
                 trials = {"start": self._trial(self.start), "end": self._trial(self.plan)}
@@ -232,7 +233,7 @@ class Tuner:
             self.say(f"finding: {finding.verdict}")
         return tuple(finding.id for finding in found)
 
-    def _turn(self, knob: str, *, asked_for: bool) -> None:
+    def _turn(self, knob: str, later: Sequence[str], *, asked_for: bool) -> None:
         if self._over(2):
             self.steps.append(Step(knob, why="not tried: the time was over"))
             return
@@ -250,9 +251,27 @@ class Tuner:
             self.steps.append(Step(knob, why=found.why_none))
             self.say(f"{knob}: {found.why_none}")
             return
-        step = self._best_of(knob, found)
+        most = self._changes_in_time(found, 1 + sum(self._may_be_tried(other, standing) for other in later))
+        step = self._best_of(knob, Candidates(found.changes[:most]))
+        if left_out := found.changes[most:]:
+            names = (f"{change_text(standing.plan, change)}: left out, for other knobs" for change in left_out)
+            step = replace(step, tried=(*step.tried, *names))
         self.steps.append(step)
         self.say(f"{knob}: {step_text(step)}")
+
+    def _may_be_tried(self, knob: str, now: Standing) -> bool:
+        if knob in ("micro_batch", "recompute") and now.largest is None:  # only a search tells what there is to try
+            return not knob_is_fixed(knob, self.recipe)
+        return bool(candidates(knob, now).changes)
+
+    def _changes_in_time(self, found: Candidates, knobs: int) -> int:
+        """How many changes of a knob its share of the time is enough for: one at least.
+
+        Each is tried once, beside the present plan, and the best of them again in turns.
+        """
+        each = statistics.median(self._took)
+        share = (self._until - time.monotonic()) / knobs
+        return max(1, int(share / each) - 1 - 2 * self.repeats) if each else len(found.changes)
 
     def _best_of(self, knob: str, found: Candidates) -> Step:
         """All once; then the best of them against the present plan, in turns.

@@ -9,6 +9,7 @@ import typer
 from gradus.cli.bench_output import HtmlOption, SaveOption, check_html, finish
 from gradus.cli.options import JsonOption
 from gradus.cli.output import run_command
+from gradus.record.format import count_text
 from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, unknown_name
 
 _OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "p2p")
@@ -70,7 +71,8 @@ def collectives(
 def _print_row(rows: list[dict[str, Any]], place: dict[str, Any]) -> None:
     row = rows[-1]
     if len(rows) == 1:
-        print(f"{row['ranks']} ranks, {place['backend']} on {place['device']}, {row['dtype']}; measured here")
+        ranks = count_text(row["ranks"], "rank")
+        print(f"{ranks}, {place['backend']} on {place['device']}, {row['dtype']}; measured here")
     if len(rows) == 1 or rows[-2]["operation"] != row["operation"]:
         print(f"# {row['operation']}")
         print(f"{'# size (bytes)':<15}{'latency (µs)':>14}{'algorithm (GB/s)':>18}{'bus (GB/s)':>12}{'errors':>8}")

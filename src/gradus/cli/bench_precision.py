@@ -9,6 +9,7 @@ import typer
 from gradus.cli.bench_output import HtmlOption, SaveOption, progress, run_bench
 from gradus.cli.bench_table import decimal, print_table, rate, share, size, times
 from gradus.cli.options import JsonOption, SetOption
+from gradus.record.format import count_text
 from gradus.schema.errors import unknown_name
 
 RecipeArgument = Annotated[str | None, typer.Argument(help="A recipe.yaml; or give --model.")]
@@ -67,7 +68,7 @@ def _nothing_measured(result: BenchResult) -> bool:
 
 def _show(result: BenchResult) -> None:
     asked = result.settings
-    trials = f"{asked['repeats']} trials of {asked['steps']} steps"
+    trials = f"{count_text(asked['repeats'], 'trial')} of {count_text(asked['steps'], 'step')}"
     print(f"{result.title}; batch {asked['batch']}, {trials}, in turns; measured here")
     header = ("precision", "speed", "±", "over first", "memory", "over first", "loss", "gap")
     rows = [

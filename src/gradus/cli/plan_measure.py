@@ -13,6 +13,7 @@ from gradus.planner.calibration import Compared, Measured, calibration_of, compa
 from gradus.planner.prediction import predict
 from gradus.planner.resolve import prepare_data
 from gradus.planner.shown import gib_text, memory_words, seconds_text
+from gradus.record.format import count_text
 from gradus.schema.calibration import Calibration
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError, NoPlanFits
@@ -44,7 +45,7 @@ class Calibrated:
         found = self.cluster.calibration
         rows = [("", "predicted", "measured", "factor"), *(_row(line) for line in self.lines)]
         sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [f"{self.measured.steps} steps on {found.device}, {found.software}, one rank"]
+        lines = [f"{count_text(self.measured.steps, 'step')} on {found.device}, {found.software}, one rank"]
         for first, *rest in rows:
             texts = [text.rjust(size) for text, size in zip(rest, sizes[1:], strict=True)]
             lines.append(f"  {first.ljust(sizes[0])}  {'  '.join(texts)}".rstrip())

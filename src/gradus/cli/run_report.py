@@ -29,7 +29,7 @@ def report_recipe(result: Result, recipe: Recipe, recipe_path: str | None, again
     """On stdout. `again` is the verb that goes on with a run that was stopped."""
     if not told_of_failure(result):
         print(summary_text(result.run, _next_steps(result, recipe, recipe_path)))
-        if result.state == "finished" and result.reason and not result.reason.endswith("steps done"):
+        if result.state == "finished" and result.reason and not result.reason.endswith(("step done", "steps done")):
             print(f"\nfinished early: {result.reason}")
         if result.state == "finished" and _was_finished(result):
             print(f"\nwas finished already at step {result.step}: nothing was left to do")

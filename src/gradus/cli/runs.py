@@ -33,6 +33,7 @@ from gradus.record.summary import summary_text
 from gradus.schema.errors import InputError, nearest
 
 _SHOWN_EVENTS = 12
+_LEAST_WHY = 40  # columns: a shorter piece of a message says nothing, however narrow the terminal is
 _LOCAL_GRACE_SECONDS = 120.0  # as much as the job of a scheduler has by default to save
 
 
@@ -270,25 +271,32 @@ def _print_table(documents: list[dict[str, Any]], runs: str) -> None:
     if not documents:
         print(f"no runs in {runs}; start one: gradus train recipes/quickstart.yaml")
         return
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    waiting = any(_why_text(d) or _error_text(d) for d in documents)
+    whys = [_why_text(d) or _error_text(d) for d in documents]
+    waiting = any(whys)
     for column in ("run", "state", "step", "loss", "attempt", "updated (UTC)"):
         right = column in ("step", "loss", "attempt")
         table.add_column(column, justify="right" if right else "left", no_wrap=True)
     if waiting:
         table.add_column("why", no_wrap=True)
-    for d in documents:
+    for d, why in zip(documents, whys, strict=True):
         steps = f"{d['step']}/{d['steps_total']}" if d["steps_total"] else str(d["step"] or "-")
         loss = number_text(d["loss"]) if d["loss"] is not None else "-"
         updated = (d["updated_at"] or "-").replace("T", " ")[:19]
-        why = [_why_text(d) or _error_text(d)] if waiting else []
-        table.add_row(f"{d['name']}/{d['id']}", d["state"], steps, loss, str(d["attempt"] or "-"), updated, *why)
+        row = (f"{d['name']}/{d['id']}", d["state"], steps, loss, str(d["attempt"] or "-"), updated)
+        table.add_row(*row, *([why] if waiting else []))
     console = Console()
     # An id that is cut off cannot be given to --resume: on a narrow terminal lines are longer instead.
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+    if waiting and needed > console.width:  # one long message would make all lines as long; `gradus runs RUN` has it
+        longest = max(map(cell_len, whys))
+        shown = min(longest, max(_LEAST_WHY, console.width - (needed - longest)))
+        table.columns[-1].max_width = shown
+        needed -= longest - shown
     Console(width=max(console.width, needed)).print(table)
 
 

@@ -221,7 +221,8 @@ def _train_recipe(options: TrainOptions) -> int:
             remove_dry_run(launch)
         raise
     if options.dry_run:
-        _report_dry_run(result, finish_dry_run(launch, result), options.as_json)
+        result, summary = finish_dry_run(launch, result)
+        _report_dry_run(result, summary, options.as_json)
     elif options.as_json:
         print_json(run_document(result))
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradus.launcher.ledger import Settled
 from gradus.launcher.watching import View
-from gradus.record.format import bytes_text, duration_text, number_text, rate_text
+from gradus.record.format import bytes_text, count_text, duration_text, number_text, rate_text
 from gradus.record.loss_curve import sparkline
 from gradus.record.node_health import NodeHealth
 
@@ -190,7 +190,11 @@ def _goodput_text(view: View) -> str | None:
     found = view.goodput
     if found is None or found.share is None:
         return None
-    lost = f"; {found.lost_steps} steps were lost" if found.lost_steps else ""
+    lost = (
+        f"; {count_text(found.lost_steps, 'step')} {'was' if found.lost_steps == 1 else 'were'} lost"
+        if found.lost_steps
+        else ""
+    )
     waited = f"; waited {duration_text(found.waiting_seconds)} between jobs" if found.waiting_seconds >= 1 else ""
     return f"{found.share:.0%} of {duration_text(found.allocated_seconds)}{lost}{waited}"
 
@@ -240,7 +244,7 @@ def _node_text(node: NodeHealth) -> str:
     if node.slowest_ratio:
         parts.append(f"a rank is {node.slowest_ratio:.1f}× as slow as usual")
     if _is_behind(node):
-        parts.append(f"{node.behind} steps behind")
+        parts.append(f"{count_text(node.behind, 'step')} behind")
     parts.append(f"{node.phase} for {duration_text(node.phase_seconds)}")
     if node.memory_peak_bytes:
         parts.append(bytes_text(node.memory_peak_bytes))

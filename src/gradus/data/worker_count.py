@@ -58,7 +58,7 @@ def worker_count(fetch: Callable[[Any], Any], requests: Iterator[Any], cores: in
 
 def decided(clock_seconds: float, processor_seconds: float, cores: int) -> WorkerCount:
     """The number, from what fetching one micro-batch took."""
-    took = f"a micro-batch is fetched in {1000 * clock_seconds:.3g} ms"
+    took = f"a micro-batch is fetched in {1000 * clock_seconds:.3g} ms by one worker"
     if clock_seconds < CHEAP_SECONDS:
         return WorkerCount(0, f"no worker: {took}, less than handing it over is worth")
     waits = processor_seconds < (1 - WAITING) * clock_seconds
@@ -69,5 +69,6 @@ def decided(clock_seconds: float, processor_seconds: float, cores: int) -> Worke
     if workers == 0:
         return WorkerCount(0, f"no worker: {took}, and the {of} is for the rank itself")
     waiting = ", most of it waiting" if waits else ""
-    enough = "enough for one every 10 ms" if workers == needed else f"as many as the {of} allow"
+    for_steps = f"enough for one every {1000 * WANTED_SECONDS:g} ms (how long a step takes is not known yet)"
+    enough = for_steps if workers == needed else f"as many as the {of} allow"
     return WorkerCount(workers, f"{workers} worker{'s' if workers > 1 else ''}: {took}{waiting}; {enough}")

@@ -13,6 +13,7 @@ from gradus.faults.from_outside import PY_SPY_SECONDS, py_spy, stacks_of, state_
 from gradus.faults.stacks import collectives_of_gpu, place_in, python_stacks, told_here
 from gradus.faults.watchdog import Told
 from gradus.faults.whereabouts import Whereabouts
+from gradus.record.format import count_text
 
 WRITE_SECONDS = 5.0  # that a write may take: the disk may be what hangs
 
@@ -34,7 +35,7 @@ class StackFiles:
             return self._own
         where, pid = self._where, os.getpid()
         self._own = told_here(self._rank)
-        doing = f"{where.phase} for {time.monotonic() - where.since:.1f} s, {where.step} steps done"
+        doing = f"{where.phase} for {time.monotonic() - where.since:.1f} s, {count_text(where.step, 'step')} done"
         heading = f"rank {self._rank} on {self._node}, process {pid}: {doing}\n\n"
         text = python_stacks()
         within(WRITE_SECONDS, lambda: self._keep(self._rank, "txt", heading + text))

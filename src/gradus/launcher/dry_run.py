@@ -1,14 +1,16 @@
-"""A dry run: all is built on all ranks, one step is made, and nothing is left behind but the log of one that fails."""
+"""A dry run: all is built on all ranks, one step is made, and nothing is left behind."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from gradus.launcher.attempt import Launch
 from gradus.launcher.result import Result
+from gradus.launcher.run_logs import shown_lines
 from gradus.record.outcome import read_outcome
 
 
@@ -23,15 +25,22 @@ def folders_for_dry_run(runs: Path) -> tuple[Path, ...]:
     return (runs / f".dry-run-{secrets.token_hex(4)}", *missing)
 
 
-def finish_dry_run(launch: Launch, result: Result) -> list[str]:
-    """What was built, as rank 0 tells it. Nothing stays but the log to which the error of one that failed points."""
+def finish_dry_run(launch: Launch, result: Result) -> tuple[Result, list[str]]:
+    """How it ended, and what was built, as rank 0 tells it. All files of it are gone afterwards."""
     outcome = read_outcome(launch.run, launch.attempt) or {}
     summary = [str(line) for line in outcome.get("summary", [])]
-    if result.error is not None and "log" in result.error:
-        _remove_all_but(Path(result.error["log"]), launch.made_for_dry_run[0])
-    else:
-        remove_dry_run(launch)
-    return summary
+    told = _with_the_log_itself(result)
+    remove_dry_run(launch)
+    return told, summary
+
+
+def _with_the_log_itself(result: Result) -> Result:
+    """The end of the log in place of its path, to which the error of one that failed points."""
+    if result.error is None or "log" not in result.error:
+        return result
+    error = {key: value for key, value in result.error.items() if key != "log"}
+    end = "\n".join(shown_lines(Path(result.error["log"])))
+    return replace(result, error={**error, "output": error.get("output") or end})
 
 
 def remove_dry_run(launch: Launch) -> None:
@@ -41,16 +50,3 @@ def remove_dry_run(launch: Launch) -> None:
     with contextlib.suppress(OSError):  # another run has begun there meanwhile
         for parent in above:
             parent.rmdir()
-
-
-def _remove_all_but(kept: Path, folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry == kept:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            if kept.is_relative_to(entry):
-                _remove_all_but(kept, entry)
-            else:
-                shutil.rmtree(entry)
-        else:
-            entry.unlink()

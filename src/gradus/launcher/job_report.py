@@ -10,7 +10,7 @@ from typing import Any
 from gradus.launcher.job_facts import JobFacts, job_facts
 from gradus.record import strict_json
 from gradus.record.directory import RunDirectory
-from gradus.record.format import bytes_text, duration_text
+from gradus.record.format import bytes_text, count_text, duration_text
 from gradus.record.goodput import FORMULA
 from gradus.schema.scheduler import slurm_time
 
@@ -230,7 +230,7 @@ def _goodput_text(facts: JobFacts) -> str:
         return f"{_NOT_MEASURED}: no step was recorded; {again}"
     parts = [
         f"{found.share:.0%} = {FORMULA} = {found.kept_seconds:.0f} ÷ {found.allocated_seconds:.0f}",
-        f"lost {found.lost_steps} steps ({found.lost_seconds:.0f} s)",
+        f"lost {count_text(found.lost_steps, 'step')} ({found.lost_seconds:.0f} s)",
         f"starting {found.starting_seconds:.0f} s in {again}",
         f"evaluation {found.evaluation_seconds:.0f} s",
         f"saving {found.saving_seconds:.0f} s",

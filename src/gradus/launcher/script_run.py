@@ -19,6 +19,7 @@ from gradus.launcher.script import COMMAND_FILE, Script, with_ranks
 from gradus.launcher.slurm.step import cluster_of, other_nodes, ranks_of
 from gradus.launcher.together import started_together
 from gradus.record.directory import CHANGED_DATA_MARK, RunDirectory
+from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.profile_request import PROFILE_FILE, ProfileRequest
@@ -88,7 +89,7 @@ def _check_ranks(machine: Machine, ranks: int, nodes: int = 1) -> None:
     if ranks > most:
         has = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"no GPU and {cores} core{'s' if cores > 1 else ''}"
         raise InputError(
-            f"--nproc: {ranks} ranks, but {machine.hostname} has {has}",
+            f"--nproc: {count_text(ranks, 'rank')}, but {machine.hostname} has {has}",
             hint='to run on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""' if gpus else None,
             field="--nproc",
             found=ranks,

@@ -14,6 +14,8 @@ CONFIDENCE = 0.95
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond, the normal distribution's.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _NORMAL = 1.960
+_ROUNDING = 1e-9  # of the fraction: an ideal speed-up that was computed is not faster than ideal
+_FEW_PER_CENT = 1.05  # times the ideal: so much can caches give, into which a smaller share of the work fits
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,29 @@ def fraction_of(times: float, gpus: float) -> float:
     return (1 - 1 / times) / (1 - 1 / gpus)
 
 
+def outside_the_law(points: Sequence[Measured]) -> str | None:
+    """Why measurements on several numbers of GPUs have no fraction, in a sentence; None where they have one."""
+    if len({point.gpus for point in points}) < 2 or amdahl(points) is not None:
+        return None
+    pairs = [(few, many) for few in points for many in points if few.gpus < many.gpus]
+    few, many = max(pairs, key=lambda pair: efficiency(pair[1], pair[0]))
+    times, share = speed_up(many, few), efficiency(many, few)
+    if share <= 1:
+        slow_few, slow_many = min(pairs, key=lambda pair: speed_up(pair[1], pair[0]))
+        return (
+            f"{slow_many.gpus} are {speed_up(slow_many, slow_few):.2f} times as fast as {slow_few.gpus}: more of them "
+            "are slower, and the law has no such fraction"
+        )
+    told = f"{many.gpus} are {times:.2f} times as fast as {few.gpus}: faster than ideal, which the law cannot give"
+    if share <= _FEW_PER_CENT:
+        return f"{told}; by a few per cent, as when caches fit, or by noise"
+    return f"{told}; the measurement on {few.gpus} was likely disturbed: repeat it"
+
+
 def amdahl(points: Sequence[Measured]) -> Amdahl | None:
     """The law through measurements on at least two numbers of GPUs; None where there are not as many.
+
+    None as well where no law goes through them: faster than ideal, or slower with more (`outside_the_law` tells).
 
     Least squares of the time against 1/n, each weighted by its own size, so that the small times of many GPUs count as
     much as the large one of a single GPU.
@@ -85,6 +108,8 @@ def amdahl(points: Sequence[Measured]) -> Amdahl | None:
     determinant = aa * bb - ab * ab
     ra, rb = sum(u for u, _ in rows), sum(v for _, v in rows)
     a, b = (bb * ra - ab * rb) / determinant, (aa * rb - ab * ra) / determinant
+    if min(a, b) < -_ROUNDING * abs(a + b):
+        return None
     fraction = b / (a + b)
     slope = (-b / (a + b) ** 2, a / (a + b) ** 2)  # of the fraction, by a and by b
     variance_of_one = (slope[0] ** 2 * bb - 2 * slope[0] * slope[1] * ab + slope[1] ** 2 * aa) / determinant
@@ -107,4 +132,4 @@ def amdahl(points: Sequence[Measured]) -> Amdahl | None:
         why = "no interval: two numbers of GPUs fix the law exactly, and the measurements have no error of their own"
         return Amdahl(fraction, None, None, why)
     basis, half = max(halves, key=lambda one: one[1])
-    return Amdahl(fraction, fraction - half, fraction + half, f"95 % interval by {basis}")
+    return Amdahl(fraction, max(0.0, fraction - half), min(1.0, fraction + half), f"95 % interval by {basis}")

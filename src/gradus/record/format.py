@@ -14,6 +14,11 @@ def bytes_text(count: float) -> str:
     return f"{gib:,.0f} GiB" if gib >= 1000 else f"{gib:.3g} GiB"
 
 
+def count_text(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def rate_text(per_second: float, unit: str) -> str:
     """`41.2 k tok/s`."""
     for prefix in ("", "k ", "M "):

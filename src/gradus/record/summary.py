@@ -94,7 +94,9 @@ def summary_text(run: RunDirectory, next_steps: Sequence[str] = ()) -> str:
     status = read_status(run)
     total = status.steps_total if status else None
     of_total = f" of {total}" if total is not None and found.step < total else ""
-    lines += [("steps", f"{found.step}{of_total}{time_text}"), ("run", str(run.path))]
+    counted = found.step or total is not None or not _is_of_a_script(run)
+    steps = f"{found.step}{of_total}{time_text}" if counted else f"–{time_text} (those of a script are not counted)"
+    lines += [("steps", steps), ("run", str(run.path))]
     width = max(len(label) for label, _ in lines)
     text = [f"{label:<{width}}  {value}" for label, value in lines]
     if next_steps:
@@ -109,6 +111,10 @@ def evaluate_block(run: RunDirectory) -> EvaluateBlock:
         return Recipe.load(path).evaluate
     except InputError:
         return EvaluateBlock()
+
+
+def _is_of_a_script(run: RunDirectory) -> bool:
+    return bool(run.attempts) and not (run.attempt_path(max(run.attempts)) / "recipe.yaml").exists()
 
 
 def _best_text(found: Summary) -> str:

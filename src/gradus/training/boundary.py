@@ -19,6 +19,7 @@ from gradus.faults.announcements import NOTICE_STEPS
 from gradus.faults.deadline import too_short
 from gradus.faults.numerics import StepData, always_overflows, not_a_number, too_many_skipped
 from gradus.faults.spikes import Spike, spiked
+from gradus.record.format import count_text
 from gradus.schema.errors import GradusError
 from gradus.training.agreement import Agreement
 from gradus.training.gradients import total_norm
@@ -161,7 +162,7 @@ class Boundary:
         elif self._saves_soon():
             live.saving.prepare()
         if done:
-            return self._finished(ends_early or f"{live.total_steps} steps done")
+            return self._finished(ends_early or f"{count_text(live.total_steps, 'step')} done")
         return self._stopped() if stops else None
 
     def left(self, reason: str) -> Ending:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from gradus.record.format import count_text
 from gradus.record.variables import DRY_RUN
 from gradus.schema.recipe import Recipe
 from gradus.training.breakdown import peak_memory_bytes
@@ -39,6 +40,6 @@ def summary(live: LiveRun) -> list[str]:
         f"model: {type(live.model).__name__}, {total:,} parameters{share}",
         f"plan: {live.plan.mesh}, micro-batch {live.plan.micro_batch}, accumulate {live.plan.accumulate}, "
         f"{live.plan.precision}",
-        f"one step on {live.recipe.batch} samples: loss {loss}{evaluated}",
+        f"one step on {count_text(live.recipe.batch, 'sample')}: loss {loss}{evaluated}",
         f"peak memory of rank 0: {peak_memory_bytes(live.world.device) / GIB:.2f} GiB",
     ]

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradus.data.loader import Indexed, MicroBatch
 from gradus.faults.signals import Signals, handled
+from gradus.record.format import count_text
 from gradus.record.lock import release
 from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
@@ -299,7 +300,7 @@ class Run:
             self._fail("the loop failed")
             return
         if self._ending is None:
-            reason = f"the loop was left after {self.steps_done} steps"
+            reason = f"the loop was left after {count_text(self.steps_done, 'step')}"
             self._ending = self._boundary.left(reason) if self._boundary else Ending("finished", reason)
         self._close_display()
         self._told = True

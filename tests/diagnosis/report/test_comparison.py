@@ -10,6 +10,8 @@ from report_runs import made_up_run
 from gradus.diagnosis.report.comparison import Comparison, compare
 from gradus.diagnosis.report.comparison_page import comparison_page
 from gradus.diagnosis.scaling_law import Refused, ScalingLaw
+from gradus.record.amdahl import Amdahl
+from gradus.record.directory import RunDirectory
 from gradus.schema.errors import InputError
 
 RATES = {1: 80.0, 2: 155.2, 4: 296.0, 8: 520.0}
@@ -73,7 +75,7 @@ def test_the_document_has_the_numbers_of_the_page(scaling):
 
 def test_one_number_of_gpus_gives_no_amdahl_fraction_and_says_why(tmp_path):
     found = compare([made_up_run(tmp_path, "a"), made_up_run(tmp_path, "b", rate=100.0)])
-    assert found.amdahl is None
+    assert isinstance(found.amdahl, Refused)
     assert (
         "No Amdahl fraction: it needs runs on different numbers of GPUs or ranks, and all have 2."
         in comparison_page(found)
@@ -81,11 +83,55 @@ def test_one_number_of_gpus_gives_no_amdahl_fraction_and_says_why(tmp_path):
     assert found.speed_ups()[1][0] == pytest.approx(1.25)
 
 
-def test_different_models_and_batches_make_a_speed_up_doubtful(tmp_path):
+def test_faster_than_ideal_has_a_speed_up_but_no_amdahl_fraction(tmp_path):
+    found = compare([made_up_run(tmp_path, f"n{n}", ranks=n, gpus=n, rate=rate) for n, rate in ((1, 80.0), (2, 560.0))])
+    assert found.speed_ups()[1][0] == pytest.approx(7.0)
+    assert "faster than ideal" in found.document()["amdahl"]["refused"]
+    page = comparison_page(found)
+    assert "No Amdahl fraction: 2 are 7.00 times as fast as 1" in page
+    assert "Amdahl's law" not in page
+    assert "<figcaption>Speed-up" in page
+
+
+def test_other_work_on_more_gpus_has_no_amdahl_fraction_and_names_what_differs(tmp_path):
+    one = made_up_run(tmp_path, "one", ranks=1, gpus=1, batch=8)
+    two = made_up_run(tmp_path, "two", ranks=2, gpus=2, batch=10, rate=150.0, width=128)
+    _set_workers(two, 2, by_the_recipe=True)
+    found = compare([one, two])
+    reason = found.document()["amdahl"]["refused"]
+    assert all(key in reason for key in ("recipe.model.width", "plan.workers", "recipe.batch"))
+    assert found.speed_ups()[1][0] == pytest.approx(1.875)
+    assert any("plan.workers" in doubt for doubt in found.doubts())
+
+
+def test_workers_that_the_planner_chose_by_the_ranks_are_no_other_work(tmp_path):
+    runs = [made_up_run(tmp_path, f"n{n}", ranks=n, gpus=n, rate=75.0 * n) for n in (1, 2)]
+    _set_workers(runs[0], 7, by_the_recipe=False)
+    _set_workers(runs[1], 3, by_the_recipe=False)
+    found = compare(runs)
+    assert "plan.workers" in found.differences
+    assert isinstance(found.amdahl, Amdahl)
+
+
+def _set_workers(run: RunDirectory, workers: int, *, by_the_recipe: bool) -> None:
+    plan, recipe = run.attempt_path(1) / "plan.yaml", run.attempt_path(1) / "recipe.yaml"
+    plan.write_text(plan.read_text().replace("workers: 0", f"workers: {workers}"))
+    if by_the_recipe:
+        recipe.write_text(f"{recipe.read_text()}plan: {{workers: {workers}}}\n")
+
+
+def test_a_batch_that_grows_with_the_gpus_has_an_amdahl_fraction(tmp_path):
+    found = compare(
+        [made_up_run(tmp_path, f"n{n}", ranks=n, gpus=n, batch=8 * n, rate=80.0 * n**0.9) for n in (1, 2, 4)]
+    )
+    assert 0.9 < found.amdahl.fraction < 1
+    assert "weak scaling" in " ".join(found.doubts())
+
+
+def test_different_models_make_a_speed_up_doubtful(tmp_path):
     runs = [made_up_run(tmp_path, "a", ranks=1, gpus=1), made_up_run(tmp_path, "b", ranks=2, batch=16, width=128)]
     said = " ".join(compare(runs).doubts())
     assert "The models differ" in said
-    assert "weak scaling" in said
 
 
 def test_a_run_without_steps_gives_no_speed_up_but_a_page(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.scaling_law import Refused, ScalingLaw, fit_scaling_law
-from gradus.record.amdahl import Amdahl, Measured, amdahl, efficiency, speed_up
+from gradus.record.amdahl import Amdahl, Measured, amdahl, efficiency, outside_the_law, speed_up
 from gradus.record.directory import RunDirectory
 from gradus.record.history import History
 from gradus.schema.errors import InputError
@@ -18,6 +18,13 @@ RATES = (("tokens_per_second", "tok"), ("samples_per_second", "samples"))
 # Sizes that differ by less are the same: the last batch, or a few more parameters of a head.
 _SAME_SIZE = 0.02
 _DIVERGED = 1.1  # times the best loss so far
+# What a step does, whatever ranks there are. How they share it (mesh, zero, micro-batches) is what scaling is about.
+_WORK = (
+    *("recipe.model", "recipe.data", "recipe.loss", "recipe.optimizer.use", "recipe.freeze", "recipe.lora"),
+    *("recipe.deterministic", "recipe.anomaly", "plan.precision", "plan.fp8_scaling", "plan.accumulate_dtype"),
+    *("plan.recompute", "plan.loss_chunks", "plan.activation_offload", "plan.offload", "plan.compile"),
+    *("plan.channels_last", "plan.data_on_device", "plan.ranks_per_gpu"),
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Comparison:
 
     runs: tuple[Compared, ...]
     rate: str | None  # the metric that all of them have
-    amdahl: Amdahl | None
+    amdahl: Amdahl | Refused
     law: ScalingLaw | Refused
     differences: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """By dotted key: the value of each run; only keys whose values differ."""
@@ -109,15 +116,14 @@ class Comparison:
         keys = set(self.differences)
         if any(key.startswith("recipe.model") for key in keys):
             said.append("The models differ: speed-ups compare the rates of different work.")
-        batches = {one.batch for one in self.runs}
-        devices = {one.devices for one in self.runs}
-        if len(batches) > 1 and len(devices) > 1:
+        if len({one.devices for one in self.runs}) > 1 and (other := _other_work(self.runs, self.differences)):
+            said.append(f"More than the GPUs or ranks differs: {', '.join(other)}. Speed-ups are of all that together.")
+        if isinstance(self.amdahl, Amdahl) and len({one.batch for one in self.runs}) > 1:
             said.append(
                 "The batch differs with the GPUs (weak scaling): the Amdahl fraction is of the time of a sample, and "
                 "holds for batches that grow as they did here."
             )
-        machines = {tuple(sorted(set(one.history.gpu_names.values()))) for one in self.runs}
-        if len(machines) > 1:
+        if _different_devices(self.runs):
             said.append("The runs are on different kinds of devices: efficiency is not only a matter of scaling.")
         return said
 
@@ -141,8 +147,8 @@ class Comparison:
                 }
                 for one, (times, share) in zip(self.runs, self.speed_ups(), strict=True)
             ],
-            "amdahl": None
-            if self.amdahl is None
+            "amdahl": {"refused": self.amdahl.reason}
+            if isinstance(self.amdahl, Refused)
             else {
                 "fraction": self.amdahl.fraction,
                 "low": self.amdahl.low,
@@ -174,10 +180,40 @@ def compare(runs: Sequence[RunDirectory]) -> Comparison:
         history.poll()
         compared.append(Compared(run, label, history, Evidence.of_run(run)))
     rate = next((name for name, _ in RATES if all(one.measured(name) for one in compared)), None)
-    points = [found for one in compared if rate and (found := one.measured(rate))]
-    return Comparison(
-        tuple(compared), rate, amdahl(points) if rate else None, scaling_law(compared), _differences(compared)
-    )
+    differences = _differences(compared)
+    fraction = _amdahl(compared, rate, differences)
+    return Comparison(tuple(compared), rate, fraction, scaling_law(compared), differences)
+
+
+def _amdahl(runs: Sequence[Compared], rate: str | None, differences: Mapping[str, Any]) -> Amdahl | Refused:
+    """The share of the work that is split, if runs do the same work on different numbers of GPUs or ranks."""
+    sizes = {one.devices for one in runs}
+    if len(sizes) < 2:
+        return Refused(f"it needs runs on different numbers of GPUs or ranks, and all have {min(sizes)}")
+    if rate is None:
+        return Refused("the runs have no rate in common")
+    if other := _other_work(runs, differences):
+        return Refused(f"it is of the same work on more GPUs or ranks, and these differ as well: {', '.join(other)}")
+    points = [found for one in runs if (found := one.measured(rate))]
+    law = amdahl(points)
+    return law if law is not None else Refused(outside_the_law(points) or "no law goes through the speeds")
+
+
+def _other_work(runs: Sequence[Compared], differences: Mapping[str, Any]) -> list[str]:
+    """What differs between runs, besides the number of GPUs or ranks, and changes how long a step takes."""
+    # Workers that the planner chose follow from the cores that each rank has: that is a part of scaling.
+    chosen = any(one.evidence.recipe is not None and "workers" in one.evidence.recipe.plan.fixed for one in runs)
+    work = (*_WORK, "plan.workers") if chosen else _WORK
+    found = [key for key in differences if any(key == part or key.startswith(f"{part}.") for part in work)]
+    batches = [one.batch for one in runs]
+    each = [one.batch / one.devices for one in runs if one.batch]
+    if len(set(batches)) > 1 and not (len(each) == len(runs) and _same(each)):
+        found.append("recipe.batch (neither the same nor in proportion)")
+    return [*found, *(["the kind of device"] if _different_devices(runs) else [])]
+
+
+def _different_devices(runs: Sequence[Compared]) -> bool:
+    return len({tuple(sorted(set(one.history.gpu_names.values()))) for one in runs}) > 1
 
 
 def scaling_law(runs: Sequence[Compared]) -> ScalingLaw | Refused:

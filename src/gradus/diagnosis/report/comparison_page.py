@@ -41,7 +41,7 @@ def head_of_comparison(found: Comparison) -> Head:
     if losses:
         loss, label = min(losses)
         facts.append(Fact("lowest loss", number_text(loss), label))
-    if found.amdahl is not None:
+    if isinstance(found.amdahl, Amdahl):
         facts.append(Fact("Amdahl fraction", f"{found.amdahl.fraction:.3f}", found.amdahl.basis))
     return Head(
         f"{found.baseline.label} against {others}",
@@ -141,12 +141,8 @@ def _loss_over_time(runs: Sequence[Compared]) -> Chart | None:
 def _scaling(found: Comparison) -> str:
     sizes = {one.devices for one in found.runs}
     if found.rate is None or len(sizes) < 2:
-        return missing(
-            f"No Amdahl fraction: it needs runs on different numbers of GPUs or ranks, and all have {min(sizes)}."
-            if len(sizes) == 1
-            else "No Amdahl fraction: the runs have no rate in common."
-        )
-    assert found.amdahl is not None
+        assert isinstance(found.amdahl, Refused)
+        return missing(_no_fraction(found.amdahl))
     base = found.baseline.devices
     points = sorted(
         (one.devices, times) for one, (times, _) in zip(found.runs, found.speed_ups(), strict=True) if times is not None
@@ -154,31 +150,38 @@ def _scaling(found: Comparison) -> str:
     return scaling_html(points, found.amdahl, base, f"against {found.baseline.label}")
 
 
-def scaling_html(points: Sequence[tuple[int, float]], law: Amdahl, base: int, against: str) -> str:
-    """Speed-ups over numbers of GPUs, with the ideal and the law."""
+def scaling_html(points: Sequence[tuple[int, float]], law: Amdahl | Refused, base: int, against: str) -> str:
+    """Speed-ups over numbers of GPUs, with the ideal and, where there is one, the law."""
     xs = [float(devices) for devices, _ in points]
     wide = sorted({*xs, *(2.0**power for power in range(12) if min(xs) <= 2**power <= 4 * max(xs))})
+    ideal = Series("ideal", wide, [x / base for x in wide], dashed=True)
+    by_law = (
+        (Series("Amdahl's law", wide, [law.speed_up(x) / law.speed_up(base) for x in wide], dashed=True),)
+        if isinstance(law, Amdahl)
+        else ()
+    )
     chart = Chart(
         "Speed-up",
         "GPUs or ranks",
         against,
-        (
-            Series("measured", xs, [times for _, times in points]),
-            Series("Amdahl's law", wide, [law.speed_up(x) / law.speed_up(base) for x in wide], dashed=True),
-            Series("ideal", wide, [x / base for x in wide], dashed=True),
-        ),
+        (Series("measured", xs, [times for _, times in points]), *by_law, ideal),
         log_x=True,
         log_y=True,
         x_is_log_2=True,
         points=True,
     )
-    if law.limit is not None:
-        limit = f"No number of them would be more than {law.limit:.3g} times as fast as one."
-    else:
-        limit = "That is all of it or more: faster than ideal, as when caches fit."
-    said = f"Amdahl fraction {law.text()}: so much of a step is split over the GPUs or ranks. {limit}"
-    basis = f"{law.basis[0].upper()}{law.basis[1:]}."
-    return paragraph(f"{said} {basis}") + render_chart(chart)
+    said = _no_fraction(law) if isinstance(law, Refused) else _fraction(law)
+    return paragraph(said) + render_chart(chart)
+
+
+def _fraction(law: Amdahl) -> str:
+    most = f"more than {law.limit:.3g} times as fast as one" if law.limit is not None else "too many"
+    said = f"Amdahl fraction {law.text()}: so much of a step is split over the GPUs or ranks."
+    return f"{said} No number of them would be {most}. {law.basis[0].upper()}{law.basis[1:]}."
+
+
+def _no_fraction(refused: Refused) -> str:
+    return f"No Amdahl fraction: {refused.reason}."
 
 
 def _kinds(found: Comparison) -> str:

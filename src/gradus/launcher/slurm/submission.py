@@ -46,6 +46,7 @@ from gradus.launcher.slurm.script import ScriptInputs, network_variables, node_t
 from gradus.launcher.slurm.waiting import wait_for
 from gradus.record.directory import RunDirectory
 from gradus.record.events import EventWriter
+from gradus.record.format import count_text
 from gradus.record.status import read_status
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
@@ -117,7 +118,7 @@ class Submitted:
         return wait_for(self.run, quiet=quiet)
 
     def __repr__(self) -> str:
-        shape = f"{self.job.description.ranks} ranks on {self.job.description.nodes} nodes"
+        shape = f"{count_text(self.job.description.ranks, 'rank')} on {count_text(self.job.description.nodes, 'node')}"
         return f"<job {self.job_id}: {shape}; {', '.join(str(run.path) for run in self.runs)}>"
 
     def document(self) -> dict[str, Any]:
