@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,17 +25,22 @@ settings.load_profile("patient")
 
 
 # Minutes each, with few tests in a file: were they the last, all but one of the processes would have nothing to do.
-LONGEST = ("slurm/test_survival.py", "slow/test_fault_storm.py", "docs/test_docs.py", "slow/", "multiprocess/")
+LONGEST = ("slurm/test_survival.py", "slow/test_fault_storm.py", "docs/test_docs.py", "slow/test_reliability_table.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, which counts with --no-loadscope-reorder; the others as they are."""
+    """Slow ones by file: the longest first, the others mixed, so that those with many ranks do not meet.
 
-    def rank(item: pytest.Item) -> int:
+    It counts with --no-loadscope-reorder; without, files with many tests go first.
+    """
+
+    def place(item: pytest.Item) -> tuple[int, int]:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
-        return next((number for number, start in enumerate(LONGEST) if path.startswith(start)), len(LONGEST))
+        if item.get_closest_marker("slow") is None:
+            return -1, 0
+        return next((at for at, name in enumerate(LONGEST) if name == path), len(LONGEST)), crc32(path.encode())
 
-    items.sort(key=rank)
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:
