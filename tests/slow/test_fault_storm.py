@@ -74,7 +74,7 @@ def facts(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_that_is_stopped_and_killed_again_and_again_ends_as_if_nothing_had_happened(
     tmp_path: Path, seed: int
 ) -> None:

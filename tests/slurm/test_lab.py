@@ -140,6 +140,7 @@ def test_a_lab_that_cannot_open_says_why_and_leaves_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.long  # what Slurm does, not what we do
 @pytest.mark.parametrize("kind", ["lab", "cgroup_lab"])
 def test_preemption_asks_the_steps_when_the_grace_time_begins_and_the_batch_shell_when_it_is_over(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
