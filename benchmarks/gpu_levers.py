@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models import catalogue
-from gradus.training.chunked_loss import ChunkedLoss, PartOfLoss
-from gradus.training.compilation import compile_model
+from gradus.training.compilation import compile_model, set_apart
 from gradus.training.loss_placement import chunk_loss
 
 CUDA = torch.cuda.is_available()
@@ -170,11 +169,7 @@ class Training:
             return self._whole
         how: dict[str, Any] = {"mode": variant.mode} if variant.mode else {}
         how |= {"options": variant.options} if variant.options else {}
-        for module in self.model.modules():
-            if isinstance(module, ChunkedLoss):
-                module.forward = torch.compiler.disable(module.forward)
-            if isinstance(module, PartOfLoss):
-                module.compile(dynamic=False, **how)
+        set_apart(self.model, **how)
         self.model.compile(dynamic=False, **how)
         return self._whole
 

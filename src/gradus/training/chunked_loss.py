@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradus.models.output import IGNORED
+from gradus.models.layers import widened
+from gradus.models.output import IGNORED, LossOutput, classification_loss
 
 
 class OutputLayer(nn.Linear):
@@ -30,7 +31,7 @@ class PartOfLoss(nn.Module):
     def forward(self, rows: Tensor, matrix: Tensor, offset: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of the losses, and its gradient by the logits."""
         logits = F.linear(rows, matrix, offset)
-        wide = _wide(logits)
+        wide = widened(logits)
         valid = (targets != IGNORED)[:, None]
         column = torch.where(valid, targets[:, None], 0)
         normaliser = torch.logsumexp(wide, dim=-1, keepdim=True)
@@ -50,15 +51,18 @@ class ChunkedLoss(nn.Module):
         self.chunks = chunks
         self.part = PartOfLoss()
 
-    def forward(self, layer: nn.Linear, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of the losses, and the number of valid targets, of `x` (..., width) and `targets` (...)."""
+    def forward(self, layer: nn.Linear, x: Tensor, targets: Tensor) -> LossOutput:
+        """As `classification_loss` does in training, of `x` (..., width) and `targets` (...)."""
         if torch.is_grad_enabled():
             loss_sum = _LossSum.apply(x, layer.weight, layer.bias, targets, self)  # type: ignore[no-untyped-call]
         else:
             parts = _parts(x, layer.weight, layer.bias, targets, self.chunks)
-            losses = [_loss(F.linear(rows, matrix, offset), wanted) for rows, wanted, matrix, offset in parts]
+            losses = [
+                classification_loss(F.linear(rows, matrix, offset), wanted, training=True).loss_sum
+                for rows, wanted, matrix, offset in parts
+            ]
             loss_sum = torch.stack(losses).sum()
-        return loss_sum, (targets != IGNORED).sum().to(loss_sum.dtype)
+        return LossOutput(loss_sum, (targets != IGNORED).sum().to(loss_sum.dtype), None)
 
 
 def _parts(
@@ -73,10 +77,6 @@ def _parts(
         yield rows, wanted, matrix, offset
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(_wide(logits), targets, ignore_index=IGNORED, reduction="sum")
-
-
 class _LossSum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -86,8 +86,8 @@ class _LossSum(torch.autograd.Function):
         losses: list[Tensor] = []
         rows_gradients: list[Tensor] = []
         # Added up in float32 or wider, unlike the products themselves.
-        weight_gradient = torch.zeros_like(_wide(weight)) if of_weight else None
-        bias_gradient = torch.zeros_like(_wide(bias)) if of_bias and bias is not None else None
+        weight_gradient = torch.zeros_like(widened(weight)) if of_weight else None
+        bias_gradient = torch.zeros_like(widened(bias)) if of_bias and bias is not None else None
         # Detached: who watches modules by hooks takes what wants a gradient for a part of autograd's graph.
         given = (x.detach(), weight.detach(), None if bias is None else bias.detach())
         for rows, wanted, matrix, offset in _parts(*given, targets, whole.chunks):
@@ -107,7 +107,3 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (None if saved is None else saved * gradient for saved in ctx.saved_tensors)
         return (*scaled, None, None)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

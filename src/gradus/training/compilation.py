@@ -7,6 +7,7 @@ depth. A model without such blocks is compiled whole.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,13 +26,18 @@ MOST_SHAPES = 2
 def compile_model(model: nn.Module) -> None:
     """Arrange, in place, for parts of the model to be compiled when they are first called."""
     parts = parts_to_compile(model)
-    for module in model.modules():
-        if getattr(module, "eager", False):  # no part of any graph
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
-        if isinstance(module, PartOfLoss):
-            module.compile(dynamic=False)
+    set_apart(model)
     for part in parts:
         part.compile()
+
+
+def set_apart(model: nn.Module, **how: Any) -> None:
+    """What must not be a part of a larger graph: it is left out, or compiled by itself. `how` is for torch.compile."""
+    for module in model.modules():
+        if getattr(module, "eager", False):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
+        if isinstance(module, PartOfLoss):
+            module.compile(dynamic=False, **how)
 
 
 def parts_to_compile(model: nn.Module) -> list[nn.Module]:

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # private, but models ask for it where they branch on values
 from torch.func import functional_call
 
 from gradus.data.transfer import mapped
-from gradus.models.output import IGNORED, LossOutput, classification_loss, layer_and_loss
+from gradus.models.output import LossOutput, classification_loss, layer_and_loss
 from gradus.schema.errors import InputError
 from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Recipe
 from gradus.training.chunked_loss import ChunkedLoss, OutputLayer
 from gradus.training.objective import Batch, Objective
+from gradus.training.valid_labels import shifted
 
 FIELD = "plan.loss_chunks"
 
@@ -47,7 +47,7 @@ def chunk_loss(model: nn.Module, chunks: int, objective: Objective | None, examp
         _chunk_huggingface(model, loss, objective, example)
     else:
         raise _refused(f"{name} computes its loss itself", hint="let it return logits, and use `loss: cross-entropy`")
-    (head or model).add_module("chunked_loss", loss)  # where compilers and planners find it
+    (model if head is None else head).add_module("chunked_loss", loss)  # where compilers and planners find it
 
 
 def may_chunk(model: nn.Module, recipe: Recipe) -> bool:
@@ -70,8 +70,8 @@ class _OfHead:
     def __call__(self, layer: nn.Linear, x: Tensor, targets: Tensor, training: bool) -> LossOutput:
         if not training:  # how many are predicted right is counted from all logits
             return layer_and_loss(layer, x, targets, training)
-        loss_sum, count = self.loss(layer, x, targets)
-        return LossOutput(loss_sum, count, None)
+        found: LossOutput = self.loss(layer, x, targets)
+        return found
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class _OfLogits:
     def __call__(self, logits: Tensor, targets: Tensor, training: bool) -> LossOutput:
         if not training:
             return classification_loss(logits, targets, training)
-        loss_sum, count = self.loss(self.layer, logits, targets)
-        return LossOutput(loss_sum, count, None)
+        found: LossOutput = self.loss(self.layer, logits, targets)
+        return found
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class _OfLabels:
             return self.whole(logits=logits, labels=labels, vocab_size=vocab_size, **more)
         targets = more.get("shift_labels")
         if targets is None:  # each token predicts the next
-            targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        loss_sum, count = self.loss(self.layer, logits, targets)
+            targets = shifted(labels)
+        loss_sum, count, _ = self.loss(self.layer, logits, targets)
         divisor = more.get("num_items_in_batch")
         return loss_sum / (count if divisor is None else divisor)
 

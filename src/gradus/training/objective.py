@@ -274,8 +274,8 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     targets = _target(batch)
     if layer is not None and chunked is not None and layer.training:
-        found: tuple[Tensor, Tensor] = chunked(layer, _logits(output), targets)
-        return found
+        loss_sum, count, _ = chunked(layer, _logits(output), targets)
+        return loss_sum, count
     result = classification_loss(_classes_last(_logits(output), targets), targets, training=True)
     return result.loss_sum, result.count
 
