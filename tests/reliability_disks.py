@@ -80,7 +80,8 @@ def read_only(place: Place) -> Outcome:
     process = place.begin("read-only", LONG)
     assert process.when(lambda: has_saved(run))
     with mounted(run.checkpoints, "--bind", str(run.checkpoints)):
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(run.checkpoints)], check=True)
+        remount = ["mount", "-o", "remount,ro,bind", str(run.checkpoints)]
+        assert process.when(lambda: subprocess.run(remount).returncode == 0)  # busy while a checkpoint is being written
         assert process.when(lambda: bool(faults(run, "checkpoint-failed")))
         good = max(saved(run))
     process.end()

@@ -26,7 +26,7 @@ from gradus.faults.own_time import OwnTime
 from gradus.faults.rank_report import Exchange, RankReport
 from gradus.faults.stack_files import StackFiles
 from gradus.faults.stacks import compiles_or_debugs, main_frame
-from gradus.faults.watchdog import Patience, is_collective_timeout
+from gradus.faults.watchdog import Patience, is_collective_timeout, is_lost_peer
 from gradus.faults.watcher import Rank, Rhythm, Watcher
 from gradus.faults.whereabouts import Phase, Whereabouts
 from gradus.parallel.world import World
@@ -35,6 +35,8 @@ from gradus.record.node import node_name
 from gradus.record.outcome import read_outcome
 from gradus.record.variables import RUN
 from gradus.schema.errors import EXIT_FAILED
+
+LOST_PEER_SECONDS = 2.0  # that a rank has to say, beside its next report, that a collective timed out
 
 
 class Watch:
@@ -111,14 +113,35 @@ class Watch:
             del self._world, self._stacks, self._exchange, self._watcher
 
     def explain(self, error: BaseException) -> None:
-        """If a collective has timed out on this rank, let the one that watches find out for whom it waited."""
-        if self._exchange is None or not is_collective_timeout(error):
+        """If a collective has timed out, let the one that watches find out for whom it waited.
+
+        Of the ranks that waited, the first to give up closes its connections, and the others lose a peer by that: they
+        say nothing until it has had its time.
+        """
+        if self._exchange is None or not (is_collective_timeout(error) or is_lost_peer(error)):
             return
         self.where.waiting_since = time.monotonic()  # so it did, until now
-        self._suspected = f"a collective timed out on rank {self._world.rank} ({str(error).splitlines()[0]})"
-        deadline = time.monotonic() + 2 * self._rhythm.report_seconds + 2 * self._rhythm.answer_seconds
+        if is_collective_timeout(error):
+            self._suspected = f"a collective timed out on rank {self._world.rank} ({str(error).splitlines()[0]})"
+        elif not self._within(self._rhythm.report_seconds + LOST_PEER_SECONDS, self._is_suspected):
+            return
+        self._within(2 * self._rhythm.report_seconds + 2 * self._rhythm.answer_seconds, lambda: False)
+
+    def _is_suspected(self) -> bool:
+        assert self._exchange is not None
+        try:
+            return self._exchange.suspicion() is not None
+        except RuntimeError:  # the store went with the peer
+            return False
+
+    def _within(self, seconds: float, happened: Callable[[], bool]) -> bool:
+        """Wait for it, or until it is known how the attempt ended."""
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and read_outcome(self._run, self._attempt) is None:
+            if happened():
+                return True
             time.sleep(self._rhythm.order_seconds)
+        return False
 
     # ---- the thread
 

@@ -154,6 +154,18 @@ def is_collective_timeout(error: BaseException) -> bool:
     return error.__cause__ is not None and is_collective_timeout(error.__cause__)
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether torch found another rank gone, which has its own reason; in a hook's code as anywhere."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
+        return True
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+        return True
+    return error.__cause__ is not None and is_lost_peer(error.__cause__)
+
+
+_SIGNS_OF_A_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
+
+
 _WORDS: dict[str, str] = {
     "forward-backward": "in the forward or backward pass",
     "data": "waiting for data",

@@ -10,8 +10,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-
+from gradus.faults.watchdog import is_lost_peer
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
 from gradus.record.node import node_name
@@ -57,34 +56,26 @@ def _steps_made(error: BaseException | None) -> int | None:
 
 def tell_failure(run: RunDirectory, attempt: int, error: Exception, rank: int) -> None:
     """Write why this rank failed, unless another rank's failure came first and explains it."""
-    if _lost_a_peer(error):
+    lost_peer = is_lost_peer(error)
+    if lost_peer:
         deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
         while time.monotonic() < deadline:
             if read_outcome(run, attempt) is not None:
                 return
             time.sleep(0.1)
     document: dict[str, Any] = {"rank": rank, "node": node_name(), "steps_made": _steps_made(error)}
-    if isinstance(error, GradusError):
+    if isinstance(error, GradusError) and not lost_peer:
         document |= error.document()
         exit_code = error.exit_code
     else:
         document |= {
-            "kind": "lost-peer" if _lost_a_peer(error) else "exception",
+            "kind": "lost-peer" if lost_peer else "exception",
             "message": f"{type(error).__name__}: {error}",
             "hint": None,
             "traceback": "".join(traceback.format_exception(error)),
         }
         exit_code = EXIT_FAILED
     write_outcome(run, attempt, {"state": "failed", "exit_code": exit_code, "error": document})
-
-
-def _lost_a_peer(error: Exception) -> bool:
-    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo")
-    )
 
 
 def leave(code: int) -> NoReturn:
