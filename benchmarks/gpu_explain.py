@@ -100,7 +100,12 @@ def cases(small: bool) -> tuple[Case, ...]:
         Case("fp32-without-tf32", "fp32", gpt, {"plan.precision": "fp32"}),
         Case("contiguous-images", "channels-last", images, {}, {"plan.channels_last": True}),
         Case("tiny-kernels", "small-kernels", gpt, tiny),
-        Case("unused-memory", "memory-headroom", gpt, {"plan.micro_batch": 1, "plan.accumulate": 4 if small else 32}),
+        Case(
+            "unused-memory",
+            "memory-headroom",
+            gpt,
+            {"plan.micro_batch": 1 if small else 4, "plan.accumulate": 4 if small else 8},
+        ),
         Case("recompute-without-need", "needless-recompute", gpt, {"plan.recompute": "full"}),
     )
 

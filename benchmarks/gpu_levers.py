@@ -31,6 +31,7 @@ from gradus.training.loss_placement import chunk_loss
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROUNDS = 3
+LONGEST = 25  # kernels that are written down by name
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Variant:
     weights: torch.dtype = torch.float32  # bfloat16: cast once a step, not by autocast wherever they are used
     options: dict[str, Any] = field(default_factory=dict)  # of inductor
     graph: bool = False  # the whole step, optimizer and all, is one CUDA graph
+    budget: float = 1.0  # of the memory for activations that compiled code would keep: the rest it computes again
 
 
 PLAIN = Variant("as peers do it")
@@ -106,7 +108,10 @@ OF_TEXT = (
     Variant("loss in 4 chunks", loss_chunks=4),
     Variant("loss in 16 chunks", loss_chunks=16),
     Variant("bf16 weights", weights=torch.bfloat16),
+    Variant("half of the activations", budget=0.5),
+    Variant("cuDNN, half of the activations", attention=CUDNN, budget=0.5),
     Variant("cuDNN, 8 chunks, bf16 weights", attention=CUDNN, loss_chunks=8, weights=torch.bfloat16),
+    Variant("cuDNN, 8 chunks, half of the activations", attention=CUDNN, loss_chunks=8, budget=0.5),
 )
 OF_IMAGES = (
     Variant("1×1 convolutions as products", options={"conv_1x1_as_mm": True}),
@@ -137,6 +142,7 @@ class Measured:
     first_loss: float
     last_loss: float
     kernel_seconds: dict[str, float]  # of a step, by kind
+    longest_kernels: dict[str, float]  # seconds of a step
 
 
 class Training:
@@ -155,6 +161,7 @@ class Training:
             self.masters, lr=3e-4, weight_decay=0.1, fused=True, capturable=variant.graph and CUDA
         )
         self.samples = work.samples(8 if work.text else 2)
+        torch._functorch.config.activation_memory_budget = variant.budget
         self.forward = self._compiled()
         self._graphed = self._captured() if variant.graph and CUDA else None
 
@@ -257,12 +264,12 @@ def measured(work: Work, variant: Variant) -> Measured:
         first_seconds,
         first,
         last,
-        _kernels(training) if CUDA else {},
+        *(_kernels(training) if CUDA else ({}, {})),
     )
 
 
-def _kernels(training: Training) -> dict[str, float]:
-    """Seconds of a step by kind of kernel. What is left of the step's time, the GPU did nothing."""
+def _kernels(training: Training) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a step by kind of kernel, and of the longest kernels; the rest of the step, the GPU did nothing."""
     from torch.profiler import ProfilerActivity, profile
 
     steps = 3
@@ -271,10 +278,12 @@ def _kernels(training: Training) -> dict[str, float]:
             training.step(number)
         torch.cuda.synchronize()
     found: dict[str, float] = {}
-    for event in recorded.key_averages():
-        kind = _kind(event.key.lower())
-        found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 1e6 / steps
-    return found
+    seconds = {event.key: event.self_device_time_total / 1e6 / steps for event in recorded.key_averages()}
+    for name, of_kernel in seconds.items():
+        kind = _kind(name.lower())
+        found[kind] = found.get(kind, 0.0) + of_kernel
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:LONGEST]
+    return found, {name: seconds[name] for name in longest}
 
 
 def _kind(kernel: str) -> str:

@@ -1,7 +1,7 @@
 """Speed and memory knob by knob, precisions, loader and batch sweeps, and a tuning, on one GPU.
 
     python benchmarks/gpu_tune.py --out DIR            # about six minutes on an H200
-    python benchmarks/gpu_tune.py --out DIR --parts knobs,tune
+    python benchmarks/gpu_tune.py --out DIR --parts knobs,gpt-tuned
     python benchmarks/gpu_tune.py --out DIR --small    # a quick check, on any machine
 
 Writes DIR/<part>.json as it goes, and DIR/gpu_tune.md with all tables, which are printed last. A part that would begin
@@ -207,33 +207,35 @@ def of_batches(sizes: Sizes, folder: Path) -> tuple[BenchResult, list[str]]:
     return sweep("batches", "simple-cnn, fp32, data on the device: batch", trials, sizes)
 
 
-def of_tune(sizes: Sizes, folder: Path) -> tuple[BenchResult, list[str]]:
+def of_cnn_tuned(sizes: Sizes, folder: Path) -> tuple[BenchResult, list[str]]:
+    plain = Plan(micro_batch=sizes.cnn_batch, data_on_device=False)
+    return tuned_from(cnn_recipe(sizes, folder, sizes.cnn_batch), plain, sizes)
+
+
+def of_gpt_tuned(sizes: Sizes, folder: Path) -> tuple[BenchResult, list[str]]:
+    plain = Plan(micro_batch=max(1, sizes.gpt_batch // 4), accumulate=min(4, sizes.gpt_batch))
+    return tuned_from(gpt_recipe(sizes), plain, sizes)
+
+
+def tuned_from(recipe: Recipe, plain: Plan, sizes: Sizes) -> tuple[BenchResult, list[str]]:
     """From a plain loop's settings, not from the planner's, which has most of it already: the chain of factors."""
-    lines, results = [], []
-    plain_gpt = Plan(micro_batch=max(1, sizes.gpt_batch // 4), accumulate=min(4, sizes.gpt_batch))
-    starts = [
-        (cnn_recipe(sizes, folder, sizes.cnn_batch), Plan(micro_batch=sizes.cnn_batch, data_on_device=False)),
-        (gpt_recipe(sizes), plain_gpt),
-    ]
-    for recipe, start in starts:
-        with Ranks(1) as ranks:
-            tuner = Tuner(
-                recipe,
-                Choice(start, {}),
-                CLUSTER,
-                ranks,
-                say=say,
-                minutes=sizes.minutes,
-                repeats=max(2, sizes.repeats),
-                seconds=sizes.seconds,
-            )
-            tuned = tuner.tuned(look=False)
-        results.append(tuned)
-        lines += [f"**{recipe.name}**, batch {recipe.batch}, from fp32, eager, no workers:", ""]
-        lines += [f"- {step.knob}: {step_text(step)}" for step in tuned.steps]
-        end = f"{tuned.measured:.2f}×" if tuned.measured is not None else "not measured"
-        lines += [f"- **factors multiply to {tuned.composed:.2f}×, measured end to end {end}**", ""]
-    rows = [{"recipe": tuned.recipe.name, **tuned.document()} for tuned in results]
+    with Ranks(1) as ranks:
+        tuner = Tuner(
+            recipe,
+            Choice(plain, {}),
+            CLUSTER,
+            ranks,
+            say=say,
+            minutes=sizes.minutes,
+            repeats=max(2, sizes.repeats),
+            seconds=sizes.seconds,
+        )
+        tuned = tuner.tuned(look=False)
+    lines = [f"**{recipe.name}**, batch {recipe.batch}, from fp32, eager, no workers:", ""]
+    lines += [f"- {step.knob}: {step_text(step)}" for step in tuned.steps]
+    end = f"{tuned.measured:.2f}×" if tuned.measured is not None else "not measured"
+    lines += [f"- **factors multiply to {tuned.composed:.2f}×, measured end to end {end}**", ""]
+    rows = [{"recipe": recipe.name, **tuned.document()}]
     return BenchResult("tune", "Tuning from a plain start", {}, rows, environment=bench_environment()), lines
 
 
@@ -242,7 +244,8 @@ PARTS: dict[str, tuple[str, Callable[[Sizes, Path], tuple[BenchResult, list[str]
     "resnet18": ("ResNet-18: fp32 against mixed precision", of_resnet),
     "workers": ("simple-cnn: loader workers", of_workers),
     "batches": ("simple-cnn: batch", of_batches),
-    "tune": ("Tuning from a plain start", of_tune),
+    "cnn-tuned": ("simple-cnn: tuning from a plain start", of_cnn_tuned),
+    "gpt-tuned": ("gpt2-124m: tuning from a plain start", of_gpt_tuned),
     "gpt": ("gpt2-124m: precisions", of_gpt),
 }
 
