@@ -24,7 +24,7 @@ STEPS, EVERY = 30, 5
 STEP_SECONDS = 0.3
 TAKING_ITS_TIME = {"STEP_SECONDS": str(STEP_SECONDS)}
 HANGS_AFTER = "15s"
-LIMIT_STEPS = 36  # of a second each: more than fit into a job of a minute
+LIMIT_STEPS = 50  # of a second each: with the start of the ranks, more than fit into a job of a minute
 NAN_SAMPLE, NAN_STEP = 100, 13
 Curve = list[dict[str, Any]]
 
