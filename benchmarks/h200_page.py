@@ -1,4 +1,4 @@
-"""docs/bench-h200.md, from what `gpu_bench.py`, `gpu_tune.py` and `gpu_breakdown.py` measured.
+"""docs/bench-h200.md, from what `gpu_bench.py`, `gpu_tune.py`, `gpu_breakdown.py` and `gpu_explain.py` measured.
 
     python benchmarks/h200_page.py                  # write the page again
     python benchmarks/h200_page.py --take FOLDER... # take new results in first
@@ -21,23 +21,42 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "measured" / "bench"
 PAGE = ROOT / "docs" / "bench-h200.md"
 Document = dict[str, Any]
+TORCH = "2.11.0+cu130"  # of the machine that all of it was measured on, where a result does not say so itself
 
 
 def take(folder: Path) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.rglob("*.json")):
         document = json.loads(path.read_text())
-        if document.get("format", "").startswith("gradus-bench"):
+        kept = RESULTS / path.name
+        if path.name == "gpu_explain.json":
+            document = explained(document, path.stat().st_mtime, before=read(kept))
+        elif path.name == "gpu_breakdown.json":  # of which a call may measure a part
+            document = {**read(kept), **document, "time": path.stat().st_mtime}
+        elif document.get("format", "").startswith("gradus-bench"):
             found = document.pop("environment")
             packages = {name: found["packages"][name] for name in ("torch", "triton") if name in found["packages"]}
-            kept = {"gpu": found["gpus"][0]["name"] if found["gpus"] else None, "cpu": found["cpu"], **packages}
-            document["environment"] = {**kept, "cpu_cores": found["cpu_cores"]}
+            machine = {"gpu": found["gpus"][0]["name"] if found["gpus"] else None, "cpu": found["cpu"], **packages}
+            document["environment"] = {**machine, "cpu_cores": found["cpu_cores"]}
             document.pop("charts", None)
-        elif path.name != "gpu_breakdown.json":
-            continue
         else:
-            document.setdefault("time", path.stat().st_mtime)
-        (RESULTS / path.name).write_text(json.dumps(document, indent=1) + "\n")
+            continue
+        kept.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def read(path: Path) -> Document:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def explained(cases: list[Document], time: float, before: Document) -> Document:
+    """Of each case what was said first, of the run with the fault and of the one without."""
+    rows = {row["case"]: row for row in before.get("rows", [])}
+    for case in cases:
+        first, *_ = [*case["wrong"]["findings"], None]
+        shown = {key: first[key] for key in ("id", "verdict", "change", "gain_at_most")} if first else None
+        mended = [finding["id"] for finding in case["clean"]["findings"]]
+        rows[case["case"]] = {"case": case["case"], "expected": case["expected"], "first": shown, "mended": mended}
+    return {"time": time, "torch": TORCH, "rows": list(rows.values())}
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
@@ -157,6 +176,80 @@ def breakdown(found: list[Document]) -> list[str]:
     ]
 
 
+def precision(found: list[Document]) -> list[str]:
+    settings = found[0]["settings"]
+    rows = [
+        (
+            one["precision"],
+            f"{one['samples_per_second']:,.0f}",
+            f"± {one['spread'] / 2:.1%}",
+            f"{one['speed_up']:.2f}×",
+            f"{one['memory_bytes'] / 2**30:.2f} GiB",
+            f"{one['memory_ratio']:.2f}×",
+            f"{one['loss_gap']:+.2%}",
+        )
+        for one in found[0]["rows"]
+        if one["state"] == "measured"
+    ]
+    columns = ("precision", "samples/s", "spread", "over fp32", "memory", "over fp32", "loss, against fp32")
+    command = f"gradus bench precision --model {settings['recipe']} --batch-size {settings['batch']}"
+    layout = ", channels_last" if settings["channels_last"] else ""
+    return [f"`{command}`, eager{layout}, {settings['steps']} steps of training.", "", *table(columns, rows)]
+
+
+def replicas(found: list[Document]) -> list[str]:
+    settings = found[0]["settings"]
+    rows = [
+        (
+            str(one["replicas"]),
+            one["how"],
+            f"{one['samples_per_second']:,.0f}",
+            f"± {one['spread'] / 2:.1%}",
+            f"{one['against_one']:.2f}×",
+            f"{one['memory_peak_bytes_each'] / 2**30:.2f} GiB",
+        )
+        for one in found[0]["rows"]
+    ]
+    columns = ("processes", "sharing", "samples/s", "spread", "over one", "memory of each")
+    head = (
+        f"`gradus bench replicas` with {settings['model']}, batch {settings['batch_size']}, {settings['precision']}, "
+        "eager: processes that share one GPU, each with a model of its own."
+    )
+    return [head, "", *table(columns, rows)]
+
+
+def energy(found: list[Document]) -> list[str]:
+    one = found[0]["energy"]
+    return [
+        "`python benchmarks/gpu_breakdown.py --only energy`: a GPT of 12 layers of width 768, bytes as tokens, with a",
+        "context of 1024, batch 32, bf16, compiled, 200 steps, from the driver's counter. Energy of a sample is of the",
+        "time of steps; the average power is of the whole run, compiling and all.",
+        "",
+        "```",
+        *one["lines"],
+        "```",
+    ]
+
+
+def planted(found: list[Document]) -> list[str]:
+    rows = [
+        (
+            one["case"],
+            f"{one['first']['id']}: {one['first']['verdict']}",
+            f"`{one['first']['change']}`",
+            f"{one['first']['gain_at_most']:.0%}",
+            ", ".join(one["mended"]) or "none",
+        )
+        for one in found[0]["rows"]
+    ]
+    columns = ("planted", "first finding", "change", "gain at most", "findings once mended")
+    return [
+        "`python benchmarks/gpu_explain.py`: faults that only a GPU shows, and what `gradus explain` says first.",
+        "",
+        *table(columns, rows),
+    ]
+
+
 SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[list[Document]], list[str]]], ...] = (
     (
         "ResNet-50 on random data",
@@ -165,8 +258,12 @@ SECTIONS: tuple[tuple[str, tuple[str, ...], Callable[[list[Document]], list[str]
     ),
     ("The device", ("device",), device),
     ("What seven methods do", ("tune-knobs",), knobs),
+    ("ResNet-18: fp32 against mixed precision", ("tune-resnet18",), precision),
     ("simple-cnn: loader workers", ("tune-workers",), sweep),
     ("simple-cnn: batch", ("tune-batches",), sweep),
+    ("Several processes on one GPU", ("replicas",), replicas),
+    ("Energy of a sample", ("gpu_breakdown",), energy),
+    ("Planted faults", ("gpu_explain",), planted),
     ("What knowing where the time goes costs", ("gpu_breakdown",), breakdown),
 )
 
