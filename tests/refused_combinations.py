@@ -72,6 +72,28 @@ REFUSED_COMBINATIONS: list[Refusal] = [
         "alone",
     ),
     (
+        "narrow_weights",
+        {"narrow_weights": True, "precision": "fp32"},
+        {},
+        CPU,
+        "plan.narrow_weights: found true, but precision is fp32: there is nothing narrower to compute in",
+    ),
+    (
+        "narrow_weights",
+        {"narrow_weights": True, "precision": "bf16", "mesh": {"replicate": 2}},
+        {},
+        CPU,
+        "plan.narrow_weights: found true, but the mesh has 2 ranks, and gradients are reduced as those of the "
+        "parameters",
+    ),
+    (
+        "narrow_weights",
+        {"narrow_weights": True, "precision": "bf16", "mesh": {"shard": 2}, "zero": 2},
+        {},
+        CPU,
+        "plan.narrow_weights: found true, but sharded parameters are gathered in 16 bits anyway",
+    ),
+    (
         "synchronise_every, not only replicas",
         {"mesh": {"replicate": 2, "tensor": 2}, "synchronise_every": 4},
         {},

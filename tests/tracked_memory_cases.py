@@ -64,7 +64,14 @@ def _tracked(world: World, recipe: Recipe) -> int:
     step = (
         PipelineStep(*given, plan, clip=clip, seed=1)
         if staged
-        else TrainingStep(*given, accumulate=plan.accumulate, clip=clip, seed=1, zero=plan.zero)
+        else TrainingStep(
+            *given,
+            accumulate=plan.accumulate,
+            clip=clip,
+            seed=1,
+            zero=plan.zero,
+            narrow_weights=plan.narrow_weights,
+        )
     )
     tracker: Any = MemTracker()
 
@@ -81,7 +88,8 @@ def _tracked(world: World, recipe: Recipe) -> int:
         received = [info.buffer for stage in _torchs(step._schedule) for infos in _infos(stage) for info in infos]
         tracker.track_external(*stages, optimizer, *(tensor for tensor in received if tensor is not None))
     else:
-        tracker.track_external(model, optimizer)
+        copies = [copy.narrow for copy in step._narrow._copies.values()] if step._narrow is not None else []
+        tracker.track_external(model, optimizer, *copies)
     with tracker:
         step.run(micro_batches(), 2, 1e-3, measure_norm=False)
     return int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])

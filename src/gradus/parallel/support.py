@@ -155,6 +155,22 @@ def _loss_chunks_tensor(case: Case) -> InputError | None:
     )
 
 
+def _narrow_weights(case: Case) -> InputError | None:
+    plan = case.plan
+    if not plan.narrow_weights:
+        return None
+    if plan.precision not in ("bf16", "fp16", "fp8"):
+        why, hint = f"precision is {plan.precision}: there is nothing narrower to compute in", "plan.precision=bf16"
+    elif plan.sharded:
+        why, hint = "sharded parameters are gathered in 16 bits anyway", "plan.narrow_weights=false"
+    elif plan.mesh.world_size > 1:
+        why = f"the mesh has {plan.mesh.world_size} ranks, and gradients are reduced as those of the parameters"
+        hint = "plan.zero=1, which does the same on several ranks"
+    else:
+        return None
+    return refused("plan.narrow_weights", "true", why, allowed="false", hint=f"use {hint}")
+
+
 # --- gradients
 
 
@@ -294,6 +310,7 @@ RULES: dict[str, Rule] = {
     "offload, zero 0": _offload_zero,
     "channels_last, sharded": _channels_last_sharded,
     "loss_chunks, tensor": _loss_chunks_tensor,
+    "narrow_weights": _narrow_weights,
     "synchronise_every, not only replicas": _local_steps,
     "synchronise_every, compression": _compressed_local_steps,
     "synchronise_every, fp16": _fp16_local_steps,

@@ -270,7 +270,7 @@ class Predictor:
             name: getattr(self.recipe.plan, name) if name in fixed else around[name][0]
             for name in ("precision", "channels_last")
         }
-        values["loss_chunks"] = self.recipe.plan.loss_chunks
+        values |= {name: getattr(self.recipe.plan, name) for name in ("loss_chunks", "narrow_weights")}
         return request_for(plan.model_copy(update=values), self.cluster)
 
     def _device_bytes(self, plan: Plan) -> int | None:

@@ -110,6 +110,7 @@ class Plan(BaseModel):
     accumulate: int = Field(1, ge=1)
     accumulate_dtype: Literal["fp32", "parameters"] = "fp32"  # of sums over micro-batches, if parameters are 16 bit
     precision: Precision = "fp32"
+    narrow_weights: bool = False  # the model computes with copies of its parameters, rounded to 16 bits once a step
     recompute: Literal["none", "selective", "full"] = "none"
     loss_chunks: int = Field(1, ge=1)  # output layer and loss work on so many parts of the tokens, one after the other
     activation_offload: bool = False  # what backward needs of each block waits in host memory

@@ -297,6 +297,7 @@ class LiveRun:
             accumulate_in_fp32=plan.accumulate_dtype == "fp32",
             local_sgd=self.local_sgd,
             on_nan=recipe.on_nan,
+            narrow_weights=plan.narrow_weights,
         )
         self.step.own = self.watch.own
         self.watch.own.watch_gradients(self.step.model)

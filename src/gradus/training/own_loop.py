@@ -216,6 +216,7 @@ class Run:
             # Left with `break`, or by an exception: `finish` saves unless the script fails, which is not known here.
             if self._forward is not None:
                 self._forward.__exit__(None, None, None)
+                self._live.step.abandon()
             self._micro = self._forward = None
 
     def step(self, loss: Any) -> None:

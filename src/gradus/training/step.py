@@ -22,6 +22,7 @@ from gradus.training.accumulation import WideGradients
 from gradus.training.gradients import clip, local, scale, settle_gradients, total_norm
 from gradus.training.guard import Guard
 from gradus.training.loss_scaling import LossScale, step_unless
+from gradus.training.narrow_weights import NarrowWeights
 from gradus.training.objective import Objective
 from gradus.training.optimizers import LR_FACTOR
 from gradus.training.precision import Numbers
@@ -47,6 +48,7 @@ class TrainingStep:
         accumulate_in_fp32: bool = True,
         local_sgd: LocalSGD | None = None,  # then `world` is this rank alone
         on_nan: str = "stop",
+        narrow_weights: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -67,6 +69,7 @@ class TrainingStep:
         self._wide = WideGradients(self._parameters) if wide else None
         if self._wide is not None and not self._wide.needed:
             self._wide = None
+        self._narrow = NarrowWeights(model, numbers.autocast) if narrow_weights and numbers.autocast else None
         self._experts = ExpertLoads(model, world)
         self._guard = Guard(model, world, skips=on_nan == "skip") if on_nan != "stop" else None
         self._uncounted: frozenset[Tensor] = frozenset()  # parameters that another pipeline stage has as well
@@ -94,6 +97,10 @@ class TrainingStep:
         seed_for_micro_batch(self._seed, step, micro.position, self._world.device, *self._part)
         if self._guard is not None and not self.under_way:
             self._guard.begin()
+        if self._narrow is not None:
+            if not self.under_way:
+                self._narrow.refresh()
+            self._narrow.put_in()
         padding = micro.samples == 0
         last = len(self._counts) == self.accumulate - 1
         self._reducing = ExitStack()  # until backward is done
@@ -112,6 +119,11 @@ class TrainingStep:
             if explained is error:
                 raise
             raise explained from error
+
+    def abandon(self) -> None:
+        """No backward will come for the last forward pass."""
+        if self._narrow is not None:
+            self._narrow.take_out()
 
     def backward(self, loss_sum: Tensor, count: Tensor) -> None:
         """Add the gradients of a micro-batch to those of the step.
@@ -133,6 +145,9 @@ class TrainingStep:
             scaled = scaled * self.loss_scale.scale
         with self._reducing, self.own.backward() if self.own is not None else nullcontext():
             scaled.backward()  # type: ignore[no-untyped-call]
+        if self._narrow is not None:
+            self._narrow.take_out()
+            self._narrow.hand_over_gradients()
         if self._wide is not None:
             with self.own.inside("backward") if self.own is not None else nullcontext():
                 self._wide.take()

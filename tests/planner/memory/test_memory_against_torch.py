@@ -104,6 +104,18 @@ def test_a_loss_in_chunks_needs_no_memory_for_all_logits(pool: Pool, plan: dict[
     assert peaks[8] < peaks[1] - logits
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weights_in_16_bits_are_counted_beside_the_parameters(pool: Pool, accumulate: int) -> None:
+    tracked, predicted = {}, {}
+    for narrow in (False, True):
+        plan = {"precision": "bf16", "narrow_weights": narrow, "accumulate": accumulate}
+        recipe = recipe_of(plan, tied=True, vocabulary=64, layers=6)
+        profile = profile_of(recipe, precision="bf16", capability=(9, 0), narrow_parameters=narrow)
+        predicted[narrow] = predicted_memory(profile, recipe.plan, MemoryFacts(device=NO_GPU)).memory.peak
+        (tracked[narrow],) = pool.run(1, tracked_peak, recipe)
+    assert predicted == pytest.approx(tracked, rel=0.001)
+
+
 TIED_TOO = ("one rank", "accumulation", "zero 3", "tensor")  # the rest of them with slow tests
 
 

@@ -22,6 +22,7 @@ _DIVERGED = 1.1  # times the best loss so far
 _WORK = (
     *("recipe.model", "recipe.data", "recipe.loss", "recipe.optimizer.use", "recipe.freeze", "recipe.lora"),
     *("recipe.deterministic", "recipe.anomaly", "plan.precision", "plan.fp8_scaling", "plan.accumulate_dtype"),
+    "plan.narrow_weights",
     *("plan.recompute", "plan.loss_chunks", "plan.activation_offload", "plan.offload", "plan.compile"),
     *("plan.channels_last", "plan.data_on_device", "plan.ranks_per_gpu"),
 )

@@ -37,6 +37,7 @@ class Rules:
 
     adding: bool  # gradients are there from the start, and new ones are added to them
     gradients: int = 0  # bytes of those that are there from the start
+    piling_up: bool = False  # new ones are beside those until backward is done
     sharded: bool = False
     gathering: Literal["all", "so far", "one block"] = "all"  # what is gathered while a block runs
     narrow: int = 4  # of gathered parameters
@@ -168,7 +169,8 @@ class Stage:
         call, rules = self.calls[number], self.rules
         memory = call.memory
         # Sharded parameters' gradients pile up inside a block, unless there are whole ones of the same format already.
-        own = memory.backward_adding if rules.adding and (not rules.sharded or self._adds_whole) else memory.backward
+        adds = rules.adding and not rules.piling_up and (not rules.sharded or self._adds_whole)
+        own = memory.backward_adding if adds else memory.backward
         before = self._kept_before[number].plus(Live(activations=self._left_after[number]))
         live = before.plus(own)
         arriving = rules.narrow * self._block(number - 1) if rules.gathering == "one block" else 0
@@ -215,7 +217,8 @@ class Stage:
         rules = self.rules
         pending = rules.tied if 0 < number < len(self.calls) - 1 else 0
         if not rules.sharded:
-            return pending + (rules.gradients if rules.adding else self._gradients_after[number])
+            piled = self._gradients_after[number] if rules.piling_up or not rules.adding else 0
+            return pending + rules.gradients + piled
         # Those outside the blocks are reduced at the end.
         waiting = 0 if self._adds_whole else round(rules.gradient_share * self._outer_gradients_after[number])
         rows = round(rules.row * self._trained_in_blocks_after[number]) if rules.pile_rows else 0

@@ -195,6 +195,10 @@ def _rank_memory(
         communication=round(number_bytes(plan.precision)[1] * facts.optimizer_temporaries * size.trained)
         // (plan.mesh.shards if plan.sharded and plan.zero else 1),
     )
+    if plan.narrow_weights and not plan.sharded:  # new gradients are beside those that the optimizer gets
+        narrow = number_bytes(plan.precision)[0]
+        handed = Live(gradients=state.gradients + narrow * size.trained)
+        stepping = max(stepping, Moment("widening gradients", handed), key=lambda each: each.total)
     if stepping.total > moment.total + waiting.total:
         moment, waiting = stepping, NOTHING_LIVE
     live = moment.live.plus(waiting)
@@ -254,7 +258,8 @@ def _size(
 def _state(size: ModelSize, plan: Plan, facts: MemoryFacts) -> ModelState:
     state = resting_state(size, plan)
     narrow, wide = number_bytes(plan.precision)
-    if facts.framework.narrow_parameters and not plan.sharded and narrow < wide:
+    narrowed = plan.narrow_weights or facts.framework.narrow_parameters
+    if narrowed and not plan.sharded and narrow < wide:
         state = replace(state, parameters=narrow * size.parameters, master=wide * size.parameters)
     if facts.ema and not (plan.sharded and plan.offload == "cpu"):
         ranks = plan.mesh.shards if plan.sharded and plan.zero else 1
@@ -268,7 +273,7 @@ def _rules(profile: ModelProfile, plan: Plan, framework: Framework) -> Rules:
     if not plan.sharded:
         averaged = mesh.replicate * mesh.shard * mesh.context > 1 and mesh.pipeline == 1
         buckets = averaged and plan.synchronise_every == 1  # DDP's, of which gradients are views
-        return Rules(adding=buckets or plan.accumulate > 1 or framework.gradient_buffers)
+        return Rules(adding=buckets or plan.accumulate > 1 or framework.gradient_buffers, piling_up=plan.narrow_weights)
     stays = mesh.pipeline > 1 or plan.accumulate > 1
     return Rules(
         adding=plan.accumulate > 1,
@@ -295,7 +300,7 @@ def _gradients_from_the_start(rules: Rules, plan: Plan, state: ModelState, train
 
 def _tied_bytes(profile: ModelProfile, plan: Plan) -> int:
     narrow, wide = number_bytes(plan.precision)
-    return (narrow if plan.sharded else wide) * profile.tied_trained // plan.mesh.tensor
+    return (narrow if plan.sharded or plan.narrow_weights else wide) * profile.tied_trained // plan.mesh.tensor
 
 
 def _input_bytes(profile: ModelProfile, plan: Plan, division: Division) -> int:

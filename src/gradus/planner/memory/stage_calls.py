@@ -89,7 +89,7 @@ def _call(
     memory = _with_gathered_sequence(memory, part, plan, framework, division)
     memory = _with_divided_loss(memory, part, division)
     shared = replace(division, expert=1) if plan.sharded else division
-    copies_made = not plan.sharded and not framework.narrow_parameters
+    copies_made = not plan.sharded and not plan.narrow_weights and not framework.narrow_parameters
     if not copies_made:
         memory = _without_copies(memory)
     return Call(
@@ -106,7 +106,7 @@ def _call(
 
 
 def _without_copies(memory: PartMemory) -> PartMemory:
-    """Of parameters that are gathered in the narrow format, autocast makes no copies."""
+    """Of parameters that are in the narrow format, autocast makes no copies."""
 
     def without(live: Live) -> Live:
         return live._replace(copies=0)

@@ -47,7 +47,7 @@ class ProfileRequest:
 
 def request_for(plan: Plan, cluster: Cluster) -> ProfileRequest:
     """The trace that a plan is predicted from."""
-    narrow = plan.sharded and plan.precision in NARROW
+    narrow = (plan.sharded or plan.narrow_weights) and plan.precision in NARROW
     scaling = plan.fp8_scaling if plan.precision == "fp8" else None
     return ProfileRequest(plan.precision, narrow, capability_of(cluster), plan.channels_last, scaling, plan.loss_chunks)
 

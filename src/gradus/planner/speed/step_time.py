@@ -51,6 +51,8 @@ OWN_OPTIMIZER_BYTES = 28.0
 # Kernels that an optimizer launches for each tensor by itself, where it does not take them all together.
 OPTIMIZER_KERNELS = {"lamb": 20, "lars": 12}
 NORM_BYTES, SCALE_BYTES, ADD_BYTES = 4.0, 8.0, 12.0  # of a gradient: read; read and written; and another one read
+# Of a weight, read in fp32 and written in 16 bits; of its gradient, the other way round, for each micro-batch.
+ROUNDING_BYTES, WIDENING_BYTES = 6.0, 6.0
 # Where parameters and optimizer state wait on the host, its memory is what an update runs at. Assumed: a rank's share
 # of a server's memory bandwidth (some 200 GB/s for two sockets, eight ranks).
 HOST_MEMORY_BYTES_PER_SECOND = 25e9
@@ -333,6 +335,8 @@ def _optimizer(stretches: list[Stretch], plan: Plan, device: Device, facts: Step
         around += SCALE_BYTES
     if plan.accumulate > 1:
         around += SCALE_BYTES
+    if plan.narrow_weights:
+        around += ROUNDING_BYTES + WIDENING_BYTES * plan.accumulate
     rate = device.bytes_per_second * speeds.bandwidth["optimizer"]
     if plan.offload == "cpu":
         crossing = 2 * 4.0 * trained / speeds.host_copy_bytes_per_second  # gradients there, parameters back

@@ -1,0 +1,89 @@
+"""Narrow weights: copies of a model's parameters in 16 bits, with which it computes.
+
+Autocast rounds a weight whenever a layer uses it, and leaves embeddings, and all that is added up from them between the
+layers, in fp32. Here parameters are rounded once a step, and activations are in 16 bits throughout, as they are where
+FSDP2 gathers parameters in such a format. The parameters themselves stay as they are: the optimizer, checkpoints and
+evaluation know no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+# Kernels of batch norms want their weights as wide as their statistics; a recurrent layer has a list of its weights
+# besides its parameters.
+_LEFT_ALONE = (nn.modules.batchnorm._BatchNorm, nn.RNNBase)
+
+
+@dataclass
+class _Copy:
+    of: nn.Parameter
+    narrow: nn.Parameter
+    seen: tuple[int, int] | None = None  # which values of a frozen parameter it has
+
+
+class NarrowWeights:
+    """In place of the parameters from `put_in` to `take_out`; backward belongs in between, it may compute again."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._copies: dict[int, _Copy] = {}
+        self._places: list[tuple[nn.Module, str, _Copy]] = []
+        self._are_in = False
+        for module in model.modules():
+            if isinstance(module, _LEFT_ALONE):
+                continue
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.dtype == torch.float32:
+                    self._places.append((module, name, self._copy(parameter, dtype)))
+
+    def _copy(self, parameter: nn.Parameter, dtype: torch.dtype) -> _Copy:
+        """One for each parameter, in however many places the model has it."""
+        if id(parameter) not in self._copies:
+            narrow = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
+            self._copies[id(parameter)] = _Copy(parameter, narrow)
+        return self._copies[id(parameter)]
+
+    def refresh(self) -> None:
+        """Round the parameters as they are now: before the first forward pass of a step."""
+        changed = [copy for copy in self._copies.values() if copy.of.requires_grad or copy.seen != _values(copy.of)]
+        with torch.no_grad():
+            if changed:
+                torch._foreach_copy_([copy.narrow for copy in changed], [copy.of for copy in changed])
+        for copy in changed:
+            copy.seen = _values(copy.of)
+
+    def put_in(self) -> None:
+        for module, name, copy in self._places:
+            module._parameters[name] = copy.narrow
+        self._are_in = True
+
+    def take_out(self) -> None:
+        if not self._are_in:
+            return
+        for module, name, copy in self._places:
+            module._parameters[name] = copy.of
+        self._are_in = False
+
+    def hand_over_gradients(self) -> None:
+        """Those of the copies become the parameters' own, added to what is there of earlier micro-batches."""
+        with torch.no_grad():
+            used = [(copy.of, copy.narrow.grad) for copy in self._copies.values() if copy.narrow.grad is not None]
+            first = [(parameter, gradient) for parameter, gradient in used if parameter.grad is None]
+            added = [(parameter.grad, gradient) for parameter, gradient in used if parameter.grad is not None]
+            wide = [torch.empty_like(parameter) for parameter, _ in first]
+            if first:
+                torch._foreach_copy_(wide, [gradient for _, gradient in first])
+            for (parameter, _), gradient in zip(first, wide, strict=True):
+                parameter.grad = gradient
+            for total, gradient in added:
+                total.add_(gradient)
+        for copy in self._copies.values():
+            copy.narrow.grad = None
+
+
+def _values(parameter: Tensor) -> tuple[int, int]:
+    """Something else once a parameter has other values."""
+    return parameter.data_ptr(), parameter._version
