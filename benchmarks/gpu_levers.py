@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models import catalogue
+from gradus.training import chunked_loss
 from gradus.training.compilation import compile_model, set_apart
 from gradus.training.loss_placement import chunk_loss
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROUNDS = 3
+ADD_PRODUCT = chunked_loss.add_product
 LONGEST = 25  # kernels that are written down by name
 
 
@@ -92,6 +94,7 @@ class Variant:
     weights: torch.dtype = torch.float32  # bfloat16: cast once a step, not by autocast wherever they are used
     options: dict[str, Any] = field(default_factory=dict)  # of inductor
     graph: bool = False  # the whole step, optimizer and all, is one CUDA graph
+    kernel: bool = False  # of our own, for the loss of a chunk (loss_kernel.py)
     budget: float = 1.0  # of the memory for activations that compiled code would keep: the rest it computes again
 
 
@@ -108,6 +111,15 @@ OF_TEXT = (
     Variant("loss in 4 chunks", loss_chunks=4),
     Variant("loss in 16 chunks", loss_chunks=16),
     Variant("bf16 weights", weights=torch.bfloat16),
+    Variant("kernel for the loss, 4 chunks", loss_chunks=4, kernel=True),
+    Variant("kernel for the loss, 4 chunks, bf16 weights", loss_chunks=4, kernel=True, weights=torch.bfloat16),
+    Variant(
+        "kernel for the loss, 4 chunks, bf16 weights, 0.8 of the activations",
+        loss_chunks=4,
+        kernel=True,
+        weights=torch.bfloat16,
+        budget=0.8,
+    ),
     Variant("half of the activations", budget=0.5),
     Variant("cuDNN, half of the activations", attention=CUDNN, budget=0.5),
     Variant("cuDNN, 8 chunks, bf16 weights", attention=CUDNN, loss_chunks=8, weights=torch.bfloat16),
@@ -169,6 +181,8 @@ class Training:
         variant, on = self.variant, CUDA and self.variant.compiled != "nothing"
         if variant.loss_chunks > 1:
             chunk_loss(self.model, variant.loss_chunks, None, None)
+        if variant.kernel and CUDA:
+            use_loss_kernel(self.model)
         if not on:
             return self._whole
         if variant.compiled == "blocks":
@@ -234,8 +248,18 @@ class Training:
         return replay
 
 
+def use_loss_kernel(model: nn.Module) -> None:
+    from loss_kernel import KernelOfLoss, add_product
+
+    chunked_loss.add_product = add_product
+    for module in model.modules():
+        if isinstance(module, chunked_loss.ChunkedLoss):
+            module.part = KernelOfLoss()
+
+
 def measured(work: Work, variant: Variant) -> Measured:
     torch._dynamo.reset()
+    chunked_loss.add_product = ADD_PRODUCT
     if CUDA:
         torch.cuda.empty_cache()
     began = time.perf_counter()
@@ -288,7 +312,7 @@ def _kernels(training: Training) -> tuple[dict[str, float], dict[str, float]]:
 
 def _kind(kernel: str) -> str:
     words = {
-        "attention": ("flash", "fmha", "sdpa", "cudnn_generated"),
+        "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "cudnn::fusion"),
         "convolutions": ("conv", "fprop", "dgrad", "wgrad"),
         "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "triton_tem", "matmul"),
         "optimizer": ("adam", "multi_tensor", "lpnorm"),

@@ -77,6 +77,10 @@ def _parts(
         yield rows, wanted, matrix, offset
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    total += left @ right
+
+
 class _LossSum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -96,7 +100,7 @@ class _LossSum(torch.autograd.Function):
             if of_x:
                 rows_gradients.append(gradient @ matrix)
             if weight_gradient is not None:
-                weight_gradient += gradient.t() @ rows
+                add_product(weight_gradient, gradient.t(), rows)
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(0, dtype=bias_gradient.dtype)
         x_gradient = torch.cat(rows_gradients).view(x.shape) if of_x else None
