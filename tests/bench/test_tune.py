@@ -104,6 +104,7 @@ def test_each_gain_is_kept_and_their_product_is_told_beside_what_was_measured() 
         ("workers", True),
         ("micro_batch", True),
         ("compile", False),
+        ("narrow_weights", False),
     ]
     assert found.composed == pytest.approx(1.5 / 1.3 * 2)
     assert found.measured == pytest.approx(found.composed)
@@ -129,6 +130,33 @@ def test_where_memory_binds_recomputing_is_tried_with_what_it_makes_room_for() -
     assert found.plan.micro_batch == 32
     assert found.plan.recompute == "selective"
     assert found.plan.micro_batch * found.plan.accumulate == 64
+
+
+def test_a_knob_whose_other_values_are_all_refused_says_what_refuses_them() -> None:
+    document = {
+        "name": "cnn",
+        "model": {"use": "simple-cnn"},
+        "data": {"use": "synthetic-images", "size": 32, "samples": 512},
+        "batch": 64,
+        "steps": 10,
+        "optimizer": {"use": "sgd", "lr": 0.1},
+    }
+    recipe = resolved(Recipe.from_document(document))
+    found = tuned(PretendedGpu(lambda plan: 100.0), start(micro_batch=64, accumulate=1), recipe, knobs=["micro_batch"])
+    (step,) = found.steps
+    assert step.why.startswith("nothing else can be: ")
+    assert "batch normalisation" in step.why
+
+
+def test_narrow_weights_are_kept_if_they_are_faster_and_the_loss_stays() -> None:
+    def rate(plan: Plan) -> float:
+        return 104.0 if plan.narrow_weights else 100.0
+
+    ranks = PretendedGpu(rate)
+    assert tuned(ranks, knobs=["narrow_weights"]).changes == {"narrow_weights": True}
+    ranks.loss = lambda plan: 2.1 if plan.narrow_weights else 2.0
+    (step,) = tuned(ranks, knobs=["narrow_weights"]).steps
+    assert (step.kept, step.loss_gap) == (False, pytest.approx(0.05))
 
 
 def test_what_the_recipe_fixes_stays_and_is_not_even_tried() -> None:
@@ -238,6 +266,8 @@ def test_what_findings_point_at_is_tried_first() -> None:
         ("precision", {}, "bf16 already"),
         ("recompute", {}, "memory does not bind"),
         ("channels_last", {}, "no images"),
+        ("narrow_weights", {"precision": "fp32"}, "in fp32"),
+        ("narrow_weights", {"mesh": Mesh(replicate=2)}, "for one rank"),
     ],
 )
 def test_a_knob_that_cannot_help_says_why(knob: str, changes: dict[str, Any], why: str) -> None:

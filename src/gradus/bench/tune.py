@@ -37,6 +37,7 @@ from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 
 _LOSS_GAP = 0.02  # that a change of precision may make
+_CHANGES_NUMBERS = {"precision", "narrow_weights"}
 _LOOKED_AT_STEPS = 25  # of the run whose findings decide what is tried first
 _TRIALS_FOR_FINDINGS = 3  # about so many trials' time does that run take
 _NOT_WORTH = 0.98  # of the speed: what is slower than that in one trial is not tried again
@@ -293,7 +294,12 @@ class Tuner:
         told += [f"{label}: {_told(each.tries[0])}" for label, each in first.items()]
         rates = {label: each.samples_per_second for label, each in first.items() if each.samples_per_second}
         if not rates or base is None or base.samples_per_second is None:
-            return Step(knob, why="none of them could be measured", tried=tuple(told))
+            why = (
+                "none of them could be measured"
+                if plans
+                else f"nothing else can be: {told[0].partition(': refused: ')[2]}"
+            )
+            return Step(knob, why=why, tried=tuple(told))
         label = max(rates, key=lambda name: rates[name])
         plan, change = plans[label]
         mine, theirs = base, first[label]
@@ -331,7 +337,7 @@ class Tuner:
             return Step(knob, label, change, why=failure.why if failure else "not measured")
         factor, noise = here / there, noise_between(mine, theirs)
         kept, why = factor > 1 + noise, "" if factor > 1 + noise else "no gain beyond noise"
-        gap = _loss_gap(mine, theirs) if "precision" in change else None
+        gap = _loss_gap(mine, theirs) if _CHANGES_NUMBERS & change.keys() else None
         if gap is not None and not abs(gap) <= _LOSS_GAP:  # nor where it is no number
             kept, why = False, f"the loss differs by {gap:+.1%} after as many steps"
         return Step(knob, label, change, factor, noise, kept, why, gap, theirs.memory_bytes)

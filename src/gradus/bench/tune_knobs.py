@@ -13,7 +13,7 @@ from gradus.schema.cluster import Cluster
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 
-KNOBS = ("workers", "micro_batch", "recompute", "compile", "channels_last", "bucket", "precision")
+KNOBS = ("workers", "micro_batch", "recompute", "compile", "channels_last", "bucket", "precision", "narrow_weights")
 _FIELDS = {"bucket": ("bucket_mib",), "micro_batch": ("micro_batch", "accumulate")}
 _LITTLE_WAITING = 0.02  # of a step: faster loading would gain less than noise hides
 _WORKERS = (0, 1, 2, 4, 8, 16)
@@ -152,6 +152,16 @@ def _precision(now: Standing) -> Candidates:
     return Candidates(({"precision": "bf16"},))
 
 
+def _narrow_weights(now: Standing) -> Candidates:
+    if now.plan.mesh.world_size > 1 or now.plan.sharded:
+        return Candidates(why_none="for one rank; on several, zero 1 to 3 compute with such weights")
+    if now.plan.precision not in ("bf16", "fp16", "fp8"):
+        return Candidates(why_none=f"weights are computed with in {now.plan.precision}")
+    if not now.cluster.gpus_per_node and not now.asked_for:
+        return Candidates(why_none="less to read from a GPU's memory, and there is no GPU")
+    return Candidates(({"narrow_weights": not now.plan.narrow_weights},))
+
+
 _TRIES = {
     "workers": _workers,
     "micro_batch": _micro_batch,
@@ -160,6 +170,7 @@ _TRIES = {
     "channels_last": _channels_last,
     "bucket": _bucket,
     "precision": _precision,
+    "narrow_weights": _narrow_weights,
 }
 
 
