@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_cases import HERE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import live_run, recipe_for, trained
@@ -165,3 +166,26 @@ def test_a_forward_pass_without_a_backward_leaves_the_parameters_in_place(tmp_pa
     live.step.abandon()
     assert {parameter.dtype for parameter in live.model.parameters()} == {torch.float32}
     live.recorder.close(state="stopped")
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "recomputed": {"plan": {"recompute": "full"}},
+    "recomputed in part": {"plan": {"recompute": "selective"}},
+    "activations on the host": {"plan": {"activation_offload": True}},
+    "loss in chunks": {"plan": {"loss_chunks": 4}},
+    "adapters": {"lora": {"rank": 2}},
+    "an average of weights": {"hooks": ["ema"]},
+    "steps that may be skipped": {"on_nan": "skip"},
+    "loss scaling": {"plan": {"precision": "fp16"}},
+    "a model of Hugging Face": {"model": {"use": f"{HERE}:llama"}, "data": {"use": f"{HERE}:Sentences"}},
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_they_go_together_with_all_else_that_one_rank_may_do(tmp_path, name):
+    changes = {"steps": 3, **TOGETHER[name]}
+    plan = {"precision": "bf16", **changes.pop("plan", {})}
+    wide, _ = run(tmp_path, plan, "wide", **changes)
+    narrow, weights = run(tmp_path, {**plan, "narrow_weights": True}, "narrow", **changes)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert [row["loss"] for row in narrow] == pytest.approx([row["loss"] for row in wide], rel=5e-3)
