@@ -25,7 +25,7 @@ _DIGITS = {  # small, real, and in the package that it comes with
     "data": {"use": "digits", "size": 28, "channels": 1},
     "batch": 32,
     "epochs": 8,
-    "optimizer": {"use": "sgd", "lr": 0.02, "momentum": 0.9, "decay": "cosine"},
+    "optimizer": {"use": "adamw", "lr": 1e-3, "decay": "cosine"},
     "evaluate": {"metric": "accuracy"},
     "seed": 1,
 }
