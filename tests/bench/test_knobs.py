@@ -135,5 +135,5 @@ def test_accuracy_against_batch_is_measured_with_and_without_warm_up(tmp_path: P
     assert done.code == 0, done.err
     rows = done.json["rows"]
     assert [(row["batch"], row["warmup"]) for row in rows] == [(32, False), (32, True), (256, False), (256, True)]
-    assert [row["lr"] for row in rows] == [0.02, 0.02, 0.16, 0.16]
+    assert [row["lr"] for row in rows] == [0.001, 0.001, 0.008, 0.008]
     assert rows[0]["accuracy"] > 0.5
