@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import time
@@ -31,14 +32,22 @@ os.replace = slowed(os.replace, 0.2, "/staged/")
 
 
 def unfinished(run: RunDirectory, staged: Path) -> dict[str, bool]:
-    """What the folders show about what was going on."""
-    folders = list(run.checkpoints.glob("step-*")) if run.checkpoints.is_dir() else []
+    """What the folders show about what was going on, or is: whatever is listed may be gone a moment later."""
+    folders = {folder: _names(folder) for folder in run.checkpoints.glob("step-*")}
+    kept = [names for folder, names in folders.items() if not folder.name.endswith(".removed")]
     return {
-        "pruning": any(folder.name.endswith(".removed") for folder in folders),
-        "committing": any((f / MANIFEST).exists() and not (f / COMMITTED).exists() for f in folders),
-        "writing": any(any(f.glob("*.partial")) for f in folders if not f.name.endswith(".removed")),
-        "staging": any(staged.rglob(".*.partial")),
+        "pruning": len(kept) < len(folders),
+        "committing": any(MANIFEST in names and COMMITTED not in names for names in folders.values()),
+        "writing": any(name.endswith(".partial") for names in kept for name in names),
+        "staging": any(n[0] == "." and n.endswith(".partial") for _, _, names in os.walk(staged) for n in names),
     }
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:  # removed or renamed since it was listed
+        return []
 
 
 def kill_storm(place: Place, kills: int, seed: int, ranks: int) -> Outcome:

@@ -265,7 +265,7 @@ def _has_room(root: Path, copy: Path, needed: int) -> bool:
     """Whether so many bytes fit; copies that nobody uses make room for it."""
     if needed <= shutil.disk_usage(root).free:
         return True
-    for other in sorted(root.iterdir(), key=lambda entry: entry.stat().st_mtime):
+    for other in sorted(root.iterdir(), key=_changed_at):
         if not other.is_dir() or other == copy:
             continue
         with suppress(OSError), (other / IN_USE).open("a") as lock:
@@ -274,6 +274,13 @@ def _has_room(root: Path, copy: Path, needed: int) -> bool:
         if needed <= shutil.disk_usage(root).free:
             return True
     return False
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another job of this node made room just now
+        return 0.0
 
 
 def _short_of_room(path: str, root: Path, needed: int) -> Staged:

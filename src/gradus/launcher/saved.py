@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -33,7 +35,7 @@ class SavedCheckpoint:
 
     @property
     def size_bytes(self) -> int:
-        return sum(size for file in self.path.rglob("*") if (size := _size(file)) is not None)
+        return sum(_size(file) or 0 for file in self._files)
 
     @property
     def saved_at(self) -> datetime | None:
@@ -53,7 +55,7 @@ class SavedCheckpoint:
     def parts(self) -> int:
         """How many files of tensors there are, which is how many ranks saved it."""
         files = self.manifest.get("files")
-        return len(files) if isinstance(files, dict) else len(list(self.path.glob("*.safetensors")))
+        return len(files) if isinstance(files, dict) else sum(file.suffix == ".safetensors" for file in self._files)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -71,6 +73,11 @@ class SavedCheckpoint:
         except (OSError, ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
+
+    @property
+    def _files(self) -> Iterator[Path]:
+        """What is there now. A run that is going on may be removing it: `os.walk` passes over what is gone."""
+        return (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names)
 
     @property
     def looks_damaged(self) -> bool:
@@ -113,7 +120,7 @@ def uncommitted(run: RunDirectory) -> list[SavedCheckpoint]:
 
 
 def _size(file: Path) -> int | None:
-    """None for folders, and for what a run that is going on has just removed."""
+    """None for what is no file, and for what a run that is going on has just removed."""
     try:
         return file.stat().st_size if file.is_file() else None
     except OSError:

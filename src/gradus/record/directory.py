@@ -190,7 +190,10 @@ def find_runs(root: Path) -> list[RunDirectory]:
 
 def _last_start(run: RunDirectory) -> tuple[int, str]:
     # The folder changes when an attempt is added. The id breaks ties, since ids need not be made from the time.
-    return (run.path / "attempts").stat().st_mtime_ns, run.id
+    try:
+        return (run.path / "attempts").stat().st_mtime_ns, run.id
+    except FileNotFoundError:  # deleted since it was listed
+        return 0, run.id
 
 
 def _likeness(run: RunDirectory, text: str) -> float:
