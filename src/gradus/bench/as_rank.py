@@ -13,6 +13,7 @@ import torch
 
 from gradus.parallel.world import World, alone, connected, store_from_environment
 from gradus.record import strict_json
+from gradus.record.format import first_line
 from gradus.schema.errors import EXIT_FAILED, GradusError
 from gradus.training.device import rank_device
 
@@ -51,7 +52,7 @@ def main(work: Callable[[Mapping[str, Any]], None]) -> None:
         code = error.exit_code
     except torch.OutOfMemoryError as error:
         hint = "use a smaller --batch-size, or --precision bf16"
-        document = {"kind": "out-of-memory", "message": str(error).splitlines()[0], "hint": hint}
+        document = {"kind": "out-of-memory", "message": first_line(error), "hint": hint}
         say(error=document, exit_code=EXIT_FAILED)
         code = EXIT_FAILED
     except Exception:

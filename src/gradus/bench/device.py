@@ -20,6 +20,7 @@ from gradus.bench.result import BenchResult, bench_environment
 from gradus.hardware.catalogue import Gpu, find_gpu
 from gradus.hardware.host import cpu_name
 from gradus.record.chart import Bars
+from gradus.record.format import first_line
 
 MIB = 2**20
 _TYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32}
@@ -112,7 +113,7 @@ class Group:
             measure = make()
             measure.call()
         except (RuntimeError, NotImplementedError, ValueError) as error:  # torch's own out of memory is one, too
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            why = first_line(error) or type(error).__name__
             self.missing.append(Row(group, name, unit, None, None, None, None, None, why[:160]))
         else:
             self.measures.append(measure)

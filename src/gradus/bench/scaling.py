@@ -323,7 +323,7 @@ def _charts(rows: Sequence[Row], law: Amdahl | None, device: str) -> tuple[Chart
         Series(how, [float(row.ranks) for row in found], [100 * row.efficiency for row in found])
         for how, found in of.items()
     )
-    against = f"against {base} {device}{'s' if base > 1 else ''}"
+    against = f"against {count_text(base, device)}"
     return (
         Chart(
             "Speed-up",

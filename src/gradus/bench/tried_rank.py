@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradus.faults.parent import end_with_parent
 from gradus.parallel.world import World, connected, store_from_environment
 from gradus.record.directory import RunDirectory
+from gradus.record.format import first_line
 from gradus.schema.errors import InputError
 from gradus.schema.loading import validated
 from gradus.schema.plan import Plan
@@ -167,15 +168,11 @@ def _failure(error: Exception) -> dict[str, Any]:
     cause: BaseException | None = error
     while cause is not None:
         if is_out_of_memory(cause) or isinstance(cause, MemoryError) or any(word in str(cause) for word in _NO_MEMORY):
-            return {"state": "out-of-memory", "why": _first_line(error)}
+            return {"state": "out-of-memory", "why": first_line(error)}
         cause = cause.__cause__
     if isinstance(error, InputError):
-        return {"state": "refused", "why": _first_line(error)}
-    return {"state": "failed", "why": f"{type(error).__name__}: {_first_line(error)}"}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+        return {"state": "refused", "why": first_line(error)}
+    return {"state": "failed", "why": f"{type(error).__name__}: {first_line(error)}"}
 
 
 def _limit(device: torch.device, plan: Plan) -> None:

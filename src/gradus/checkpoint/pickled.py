@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradus.record.format import first_line
 from gradus.schema.errors import InputError
 
 _NESTED = ("state_dict", "model_state_dict", "model", "module", "weights")
@@ -57,7 +58,7 @@ def _loaded(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> InputError:
-    first = str(error).strip().partition("\n")[0]
+    first = first_line(error)
     return InputError(
         f"FILE: {path} cannot be read as a file that torch.save wrote: {type(error).__name__}: {first}",
         field="FILE",

@@ -10,6 +10,7 @@ import typer
 from gradus.cli.bench_model import check_precision, model_options
 from gradus.cli.bench_output import HtmlOption, SaveOption, numbers_of, progress, run_bench
 from gradus.cli.options import JsonOption, SetOption
+from gradus.record.format import count_text
 from gradus.schema.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def print_scaling(result: BenchResult) -> None:
         )
     found = result.summary
     base = found["baseline_ranks"]
-    against = f"against {base} {device}{'s' if base > 1 else ''}"
+    against = f"against {count_text(base, device)}"
     print(f"{found['speed_up']:.2f}× on {found['ranks']} {device}s {against}: efficiency {found['efficiency']:.1%}")
     if found["amdahl_fraction"] is not None:
         limit = f", at most {found['speed_up_limit']:.0f}× on any number" if found["speed_up_limit"] else ""

@@ -17,7 +17,7 @@ from gradus.cli.options import JsonOption, RunsOption
 from gradus.cli.output import print_json, run_command, shown
 from gradus.launcher.saved import SavedCheckpoint, saved_checkpoints, uncommitted
 from gradus.record.directory import RunDirectory
-from gradus.record.format import bytes_text
+from gradus.record.format import bytes_text, count_text
 from gradus.record.metrics import read_metrics
 from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, InputError, unknown_name
 
@@ -99,7 +99,7 @@ def list_command(run: str, runs: str, as_json: bool) -> int:
         return EXIT_FINISHED
     for one in found:
         when = f"{one.saved_at:%Y-%m-%d %H:%M:%S} UTC" if one.committed and one.saved_at else "not committed"
-        parts = f"{one.parts} part{'' if one.parts == 1 else 's'}"
+        parts = count_text(one.parts, "part")
         mesh = str(one.mesh) if one.mesh else ""
         damaged = "  DAMAGED: gradus checkpoint verify" if one.looks_damaged else ""
         size = bytes_text(one.size_bytes)
@@ -160,7 +160,7 @@ def diff_command(first: str, second: str | None, steps: tuple[int, int] | None, 
 
 
 def _difference_lines(found: Difference) -> list[str]:
-    lines = [f"{found.equal} tensor{'' if found.equal == 1 else 's'} equal"]
+    lines = [f"{count_text(found.equal, 'tensor')} equal"]
     other = [f"{one.name}: {_text(one.first)} in a, {_text(one.second)} in b" for one in found.state]
     kinds = [f"{one.name}: {one.first} in a, {one.second} in b" for one in found.kinds]
     # Apart, or else the counters of an optimizer would come before all weights.

@@ -8,6 +8,7 @@ import typer
 
 from gradus.cli.options import JsonOption
 from gradus.cli.output import print_json, run_command
+from gradus.record.format import count_text
 
 _FRESH_SECONDS = 1.0  # it is a person who asks, once
 
@@ -82,7 +83,7 @@ def _show(name: str | None, nodes: int | None, gpus: int | None, time: str | Non
     print(f"\nyour jobs: {view.running} running, {view.queued} queued")
     if shape is not None:
         with_gpus = f" of {shape.gpus_per_node} GPUs" if shape.gpus_per_node else ""
-        print(f"\na job of {shape.nodes} node{'s' if shape.nodes > 1 else ''}{with_gpus} would start")
+        print(f"\na job of {count_text(shape.nodes, 'node')}{with_gpus} would start")
     for earliest in view.possible:
         when = f"{earliest.start.at:%Y-%m-%d %H:%M:%S} on {earliest.start.nodes}" if earliest.start else "not"
         print(f"  in {earliest.partition}: {earliest.refused or when}")

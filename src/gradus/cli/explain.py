@@ -13,7 +13,7 @@ from gradus.diagnosis.finding import Finding
 from gradus.diagnosis.versus_plan import Deviation
 from gradus.diagnosis.wording import amount_text, evidence_text
 from gradus.record.directory import RunDirectory
-from gradus.record.format import number_text
+from gradus.record.format import count_text, number_text
 from gradus.schema.errors import EXIT_FINISHED
 
 _DEVIATIONS = 8  # rows of plan against measured that fit beside the findings; --json has all
@@ -54,7 +54,7 @@ def as_text(evidence: Evidence, found: Explanation) -> str:
 
 def _headline(evidence: Evidence, found: Explanation) -> str:
     count = len(found.findings)
-    said = f"{count} finding{'s' if count > 1 else ''}" if count else f"no finding: {found.if_nothing_found}"
+    said = count_text(count, "finding") if count else f"no finding: {found.if_nothing_found}"
     if evidence.run is None:
         return f"{evidence.trace_paths[0]}: {said}"
     steps = ""

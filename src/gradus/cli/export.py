@@ -12,6 +12,7 @@ from gradus.diagnosis.live.prometheus import exposition, write_textfile
 from gradus.launcher.watching import Watching
 from gradus.record.directory import RunDirectory
 from gradus.record.exporters import NAMES, export, exporter_of
+from gradus.record.format import count_text
 from gradus.schema.errors import EXIT_FINISHED, InputError, unknown_name
 
 PROMETHEUS = "prometheus"
@@ -39,7 +40,7 @@ def export_command(run: str | None, runs: str, name: str, to: str | None, as_jso
         key = "folder" if name == "tensorboard" else "place"
         print_json({"run": str(directory.path), key: place, **({"steps": sent} if sent is not None else {})})
     else:
-        print(place if sent is None else f"{place}: {sent} new step{'s' if sent != 1 else ''}")
+        print(place if sent is None else f"{place}: {count_text(sent, 'new step')}")
     return EXIT_FINISHED
 
 

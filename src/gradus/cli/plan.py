@@ -18,6 +18,7 @@ from gradus.planner.planning import planned, site_for
 from gradus.planner.profile.modules import ModuleRow, by_module, modules_text
 from gradus.planner.profile.request import profile_for, request_for
 from gradus.planner.resolve import resolved
+from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Plan
@@ -82,9 +83,9 @@ def _where(site: Cluster, plan: Plan) -> str:
     """How much of the cluster the best plan is for. A comment, as all but the plan is."""
     ranks, on_a_node = plan.mesh.world_size, ranks_on_a_node(site, plan)
     if not site.gpus_per_node:
-        return f"# {site.name}: {ranks} rank{'s' if ranks > 1 else ''} without GPUs"
+        return f"# {site.name}: {count_text(ranks, 'rank')} without GPUs"
     gpus, nodes = -(-ranks // plan.ranks_per_gpu), -(-ranks // on_a_node)
-    shape = f"{nodes} node{'s' if nodes > 1 else ''}" + (f" of {site.gpus_per_node}" if nodes > 1 else "")
+    shape = count_text(nodes, "node") + (f" of {site.gpus_per_node}" if nodes > 1 else "")
     return f"# {site.name}: {gpus} × {site.gpu_name} on {shape}"
 
 

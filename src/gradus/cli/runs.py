@@ -25,7 +25,7 @@ from gradus.launcher.story import local_state, story_of
 from gradus.record.costs import costs_of
 from gradus.record.directory import RunDirectory, find_runs
 from gradus.record.events import read_events
-from gradus.record.format import number_text
+from gradus.record.format import first_line, number_text
 from gradus.record.metrics import read_metrics
 from gradus.record.status import read_status, shown_state, writer_is_gone
 from gradus.record.stop import request_stop
@@ -309,7 +309,7 @@ def _why_text(document: dict[str, Any]) -> str:
 def _error_text(document: dict[str, Any]) -> str:
     """Of a run that failed, the first line of its error."""
     error = document["last_error"] if document["state"] == "failed" else None
-    return str(error).strip().partition("\n")[0] if error else ""
+    return first_line(error) if error else ""
 
 
 def _print_run(run: RunDirectory) -> None:

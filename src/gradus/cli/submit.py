@@ -23,6 +23,7 @@ from gradus.launcher.slurm.requests import Wish, recipe_request, script_request,
 from gradus.launcher.slurm.submission import Job, Request, Submitted, planned_job, submit_job
 from gradus.launcher.slurm.waiting import wait_for
 from gradus.record.directory import RunDirectory
+from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.profile_request import ProfileRequest
@@ -175,8 +176,8 @@ def _report_dry_run(job: Job, as_json: bool) -> None:
 
 def _report(submitted: Submitted) -> None:
     job, description = submitted.job, submitted.job.description
-    ranks = f"{description.ranks} rank{'s' if description.ranks > 1 else ''}"
-    shape = f"{ranks} on {description.nodes} node{'s' if description.nodes > 1 else ''}"
+    ranks = count_text(description.ranks, "rank")
+    shape = f"{ranks} on {count_text(description.nodes, 'node')}"
     _say_notes(job)
     print(f"job {submitted.job_id}: {shape}", file=sys.stderr)
     for run in job.runs:

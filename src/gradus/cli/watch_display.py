@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradus.launcher.ledger import Settled
 from gradus.launcher.watching import View
-from gradus.record.format import bytes_text, count_text, duration_text, number_text, rate_text
+from gradus.record.format import bytes_text, count_text, duration_text, first_line, number_text, rate_text
 from gradus.record.loss_curve import sparkline
 from gradus.record.node_health import NodeHealth
 
@@ -149,7 +149,7 @@ def _told(view: View) -> list[Line]:
         when = f", in {duration_text(left)}" if left > 0 else ""
         lines.append(("starts", f"{view.starts_at:%Y-%m-%d %H:%M:%S} as far as Slurm knows{when}"))
     if view.last_error and view.state in ("failed", "lost"):
-        lines.append(("error", view.last_error.strip().splitlines()[0]))
+        lines.append(("error", first_line(view.last_error)))
     return lines
 
 
@@ -238,7 +238,7 @@ def _is_behind(node: NodeHealth) -> bool:
 
 
 def _node_text(node: NodeHealth) -> str:
-    parts = [f"{node.node}: {node.ranks} rank{'s' if node.ranks != 1 else ''} at step {node.step}"]
+    parts = [f"{node.node}: {count_text(node.ranks, 'rank')} at step {node.step}"]
     if node.silent:
         parts.append(f"{node.silent} silent")
     if node.slowest_ratio:
@@ -266,7 +266,7 @@ def event_text(event: Mapping[str, Any]) -> str:
     step = f"step {event['step']}" if event.get("step") is not None else None
     decision = event.get("decision") or event.get("state") or event.get("kind")
     parts = [when, str(event.get("event", "?")), decision, step, told]
-    return "  ".join(str(part).strip().splitlines()[0] for part in parts if part and str(part).strip())
+    return "  ".join(first_line(part) for part in parts if part and str(part).strip())
 
 
 def _iso(moment: datetime | None) -> str | None:

@@ -10,6 +10,7 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from gradus.data.workers import Workers
+from gradus.record.format import count_text
 
 MOST = 16  # planner/memory/host_memory.py counts with it
 MEASURED = 4  # micro-batches at most, after one that opens files and fills caches
@@ -65,10 +66,10 @@ def decided(clock_seconds: float, processor_seconds: float, cores: int) -> Worke
     free = cores if waits else cores - 1
     needed = math.ceil(clock_seconds / WANTED_SECONDS)
     workers = min(needed, free, MOST)
-    of = f"{cores} core{'s' if cores > 1 else ''} of this rank"
+    of = f"{count_text(cores, 'core')} of this rank"
     if workers == 0:
         return WorkerCount(0, f"no worker: {took}, and the {of} is for the rank itself")
     waiting = ", most of it waiting" if waits else ""
     for_steps = f"enough for one every {1000 * WANTED_SECONDS:g} ms (how long a step takes is not known yet)"
     enough = for_steps if workers == needed else f"as many as the {of} allow"
-    return WorkerCount(workers, f"{workers} worker{'s' if workers > 1 else ''}: {took}{waiting}; {enough}")
+    return WorkerCount(workers, f"{count_text(workers, 'worker')}: {took}{waiting}; {enough}")

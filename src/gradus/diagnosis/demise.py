@@ -18,6 +18,7 @@ from gradus.launcher.slurm.queue import queue, submissions
 from gradus.launcher.slurm.standing import Standing, standing
 from gradus.launcher.story import local_state
 from gradus.record.directory import RunDirectory
+from gradus.record.format import first_line
 
 _LOG_LINES = 2000  # of each node: eight ranks that all print a long traceback
 _JOB_LINES = 200
@@ -44,7 +45,7 @@ class Demise:
 
     @property
     def first_line(self) -> str:
-        return self.message.partition("\n")[0]
+        return first_line(self.message)
 
     @property
     def traceback(self) -> str:

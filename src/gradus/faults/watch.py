@@ -31,6 +31,7 @@ from gradus.faults.watcher import Rank, Rhythm, Watcher
 from gradus.faults.whereabouts import Phase, Whereabouts
 from gradus.parallel.world import World
 from gradus.record.directory import RunDirectory
+from gradus.record.format import first_line
 from gradus.record.node import node_name
 from gradus.record.outcome import read_outcome
 from gradus.record.variables import RUN
@@ -122,7 +123,7 @@ class Watch:
             return
         self.where.waiting_since = time.monotonic()  # so it did, until now
         if is_collective_timeout(error):
-            self._suspected = f"a collective timed out on rank {self._world.rank} ({str(error).splitlines()[0]})"
+            self._suspected = f"a collective timed out on rank {self._world.rank} ({first_line(error)})"
         elif not self._within(self._rhythm.report_seconds + LOST_PEER_SECONDS, self._is_suspected):
             return
         self._within(2 * self._rhythm.report_seconds + 2 * self._rhythm.answer_seconds, lambda: False)

@@ -16,6 +16,7 @@ from gradus.launcher.attempt import STARTS_OVER, Launch, starts_over
 from gradus.record.display import Display
 from gradus.record.events import EventWriter, Messages, rank_writer
 from gradus.record.exporters import LiveExporters
+from gradus.record.format import count_text
 from gradus.record.node import node_name
 from gradus.record.status import read_status, write_status
 
@@ -97,7 +98,7 @@ def following(
     display = None if quiet else Display(run, steps, stream, plain)
     followed = Following(launch, display)
     where = "a dry run" if launch.dry_run else f"run {run.path}"
-    followed.say(f"{run.name}: {ranks} rank{'s' if ranks > 1 else ''}, {where}")
+    followed.say(f"{run.name}: {count_text(ranks, 'rank')}, {where}")
     if starts_over(run, launch.attempt):
         followed.say(STARTS_OVER)
     try:

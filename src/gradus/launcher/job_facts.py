@@ -21,6 +21,7 @@ from gradus.launcher.slurm.node_ending import node_endings
 from gradus.record.append_log import read_lines
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
+from gradus.record.format import first_line
 from gradus.record.goodput import Goodput, run_goodput
 from gradus.record.status import read_status
 from gradus.schema.errors import InputError
@@ -250,7 +251,7 @@ def _failures(run: RunDirectory, mine: Sequence[int]) -> tuple[Failure, ...]:
     return tuple(
         Failure(
             line.ended.attempt,
-            (line.ended.error_message or line.ended.error_kind or "no error was recorded").splitlines()[0],
+            first_line(line.ended.error_message or line.ended.error_kind or "no error was recorded"),
             line.verdict.decision,
         )
         for line in lines

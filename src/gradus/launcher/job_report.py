@@ -166,9 +166,9 @@ def _gpu_flag(facts: JobFacts) -> Flag | None:
 
 def _what(facts: JobFacts) -> str:
     job = f"job {facts.job_id}" if facts.job_id else "this launch"
-    where = f" on {len(facts.nodes)} node{'s' if len(facts.nodes) > 1 else ''}" if facts.nodes else ""
+    where = f" on {count_text(len(facts.nodes), 'node')}" if facts.nodes else ""
     each = facts.ranks_per_node
-    ranks = f" × {each} rank{'s' if each > 1 else ''}" if each else ""
+    ranks = f" × {count_text(each, 'rank')}" if each else ""
     how_far = "" if facts.is_script and not facts.step else f", step {facts.step}"
     of_all = f" of {facts.steps_total}" if facts.steps_total and how_far else ""
     return f"{job}{where}{ranks}: {facts.state}{how_far}{of_all}"
@@ -225,7 +225,7 @@ def _memory_text(facts: JobFacts) -> str:
 
 def _goodput_text(facts: JobFacts) -> str:
     found = facts.goodput
-    again = f"{found.attempts} attempt{'s' if found.attempts != 1 else ''}"
+    again = count_text(found.attempts, "attempt")
     if found.share is None:
         return f"{_NOT_MEASURED}: no step was recorded; {again}"
     parts = [

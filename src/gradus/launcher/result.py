@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gradus.launcher.saved import SavedCheckpoint, saved_checkpoints
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
-from gradus.record.format import number_text
+from gradus.record.format import first_line, number_text
 from gradus.record.metrics import EPOCH_NUMBERS, epochs, read_metrics
 from gradus.record.outcome import read_outcome
 from gradus.record.plot import plot_metrics
@@ -141,7 +141,7 @@ class Result:
 
     def __repr__(self) -> str:
         loss = f", loss {number_text(self.loss)}" if self.loss is not None else ""
-        error = f", error: {self.error['message'].splitlines()[0]}" if self.error else ""
+        error = f", error: {first_line(self.error['message'])}" if self.error else ""
         return f"<run {self._label()}: {self.state} at step {self.step}{loss}{error}; {self.run.path}>"
 
     def _repr_html_(self) -> str:

@@ -87,7 +87,7 @@ def _check_ranks(machine: Machine, ranks: int, nodes: int = 1) -> None:
     gpus, cores = len(machine.gpus), machine.cpu_cores
     most = nodes * (gpus or _MOST_RANKS_PER_CORE * cores)
     if ranks > most:
-        has = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"no GPU and {cores} core{'s' if cores > 1 else ''}"
+        has = count_text(gpus, "GPU") if gpus else f"no GPU and {count_text(cores, 'core')}"
         raise InputError(
             f"--nproc: {count_text(ranks, 'rank')}, but {machine.hostname} has {has}",
             hint='to run on the CPU on purpose, set CUDA_VISIBLE_DEVICES=""' if gpus else None,

@@ -20,7 +20,7 @@ from gradus.launcher.slurm.standing import Standing, standing
 from gradus.launcher.verdict import GOES_ON
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
-from gradus.record.format import duration_text
+from gradus.record.format import count_text, duration_text, first_line
 from gradus.record.status import Status, read_status, shown_state, writer_is_gone
 
 _LAST_WORDS = 8  # lines
@@ -93,7 +93,7 @@ def _of_the_steps(run: RunDirectory, status: Status | None) -> list[str]:
     total = f" of {status.steps_total}" if status.steps_total else ""
     kept = f"saved at step {saved}" if saved is not None else "nothing is saved"
     count = len(run.attempts)
-    attempts = f"{count} attempt{'s' if count > 1 else ''}"
+    attempts = count_text(count, "attempt")
     if not counts_steps(run, run.attempts[-1]):
         return [f"{attempts} at a script that does not say how far it gets"]
     return [f"{attempts}, at step {status.step}{total}, {kept}"]
@@ -122,7 +122,7 @@ def _of_an_attempt(line: Settled, next_by_hand: str | None = None) -> str:
     if line.verdict.decision == "finished":
         return f"attempt {ended.attempt}{where}: finished{how_far}"
     why = ended.error_message or ended.stop_reason
-    because = f" ({str(why).strip().splitlines()[0]})" if why else ""
+    because = f" ({first_line(why)})" if why else ""
     decided = line.verdict.decision
     follows = f"over: {line.verdict.reason}" if ended.for_good else f"{decided}: {line.verdict.reason}"
     if next_by_hand is not None and decided in GOES_ON:  # what was decided for a job that was not there any more

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gradus.record.format import first_line
 from gradus.schema.errors import EXIT_BAD_INPUT, EXIT_DO_NOT_RESTART, EXIT_FAILED, EXIT_FINISHED, EXIT_NO_PLAN
 from gradus.schema.errors import EXIT_STOPPED as EXIT_CONTINUE
 
@@ -336,7 +337,7 @@ def _saved_text(now: Ended) -> str:
 
 
 def _error_text(now: Ended) -> str:
-    message = (now.error_message or now.error_kind or "no error was recorded").strip().splitlines()[0]
+    message = first_line(now.error_message or now.error_kind or "no error was recorded")
     where = f"rank {now.rank}" if now.rank is not None else ""
     if now.node is not None and now.node not in message:
         where = f"{where} on {now.node}".strip()

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from gradus.parallel.split_rules import micro_batches_fit
 from gradus.parallel.stages import bubble
+from gradus.record.format import count_text
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
 
@@ -29,7 +30,7 @@ def split_batch(
             allowed=f"a multiple of {ranks}",
         )
     share = batch // ranks
-    why = why_so_many = f"batch {batch} over {ranks} data rank{'s' if ranks > 1 else ''}"
+    why = why_so_many = f"batch {batch} over {count_text(ranks, 'data rank')}"
     if mesh.pipeline > 1 and micro_batch is None and accumulate is None:
         accumulate = _micro_batches(share, mesh.pipeline, schedule)
         why_so_many = f"{accumulate} micro-batches for {mesh.pipeline} stages"

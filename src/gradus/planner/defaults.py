@@ -13,6 +13,7 @@ from gradus.parallel.support import check_supported
 from gradus.planner.batch_split import split_batch
 from gradus.planner.model_facts import facts_of
 from gradus.planner.profile.request import capability_of
+from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
@@ -142,7 +143,7 @@ def surroundings(recipe: Recipe, cluster: Cluster, split: Plan) -> dict[str, Cho
     workers = min(MOST_WORKERS, cores - 1)
     chosen["workers"] = (
         workers,
-        f"{cores} core{'s' if cores > 1 else ''} for each rank, one of them for the rank itself",
+        f"{count_text(cores, 'core')} for each rank, one of them for the rank itself",
     )
     every = recipe.checkpoint.every
     chosen["checkpoint_every"] = ("10m", "default") if every is None else (every, "from the recipe")

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradus.parallel.layout import DIMENSIONS, group_size, node_of, nodes_spanned, place_of
 from gradus.parallel.stages import stages_of
+from gradus.record.format import count_text
 from gradus.schema.plan import Mesh, Plan
 
 MOST_LINES = 24  # of a table for people; where it would be longer, what repeats is folded
@@ -59,7 +60,7 @@ def layout_words(plan: Plan, ranks_per_node: int) -> list[str]:
     mesh = plan.mesh
     nodes = _nodes(mesh, ranks_per_node)
     on = f"{nodes} nodes of {ranks_per_node}" if nodes > 1 else "one node"
-    words = [f"{mesh.world_size} rank{'s' if mesh.world_size > 1 else ''} on {on}: {mesh}."]
+    words = [f"{count_text(mesh.world_size, 'rank')} on {on}: {mesh}."]
     if mesh.pipeline > 1:
         words.append(_stages_in_words(plan, ranks_per_node))
     for name in ("tensor", "context", "expert", "shard", "pipeline", "replicate"):

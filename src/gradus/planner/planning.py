@@ -28,6 +28,7 @@ from gradus.planner.choice.typed import options
 from gradus.planner.defaults import Choice, check_ranks, default_plan, default_world_size, room_for, why_not_all
 from gradus.planner.prediction import Predictor
 from gradus.planner.resolve import resolved
+from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import GradusError, InputError, NoPlanFits
 from gradus.schema.intervals import seconds_of
@@ -333,7 +334,7 @@ def _too_many(site: Cluster, gpus: int | str, at_hand: bool) -> InputError:
             found=gpus,
             allowed="a number of ranks",
         )
-    has = f"{site.nodes} node{'s' if site.nodes > 1 else ''} of {site.gpus_per_node}"
+    has = f"{count_text(site.nodes, 'node')} of {site.gpus_per_node}"
     return InputError(
         f"--gpus: found {gpus}, but {site.name} has {has} GPUs",
         hint="for GPUs that are not here, say nodes and GPUs on each: --gpus 4x8" if at_hand else "see --cluster",

@@ -19,6 +19,11 @@ def count_text(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def first_line(text: object) -> str:
+    """Of an error's text, or any other, without the white space around it; empty where there is nothing."""
+    return str(text).strip().partition("\n")[0].rstrip()
+
+
 def rate_text(per_second: float, unit: str) -> str:
     """`41.2 k tok/s`."""
     for prefix in ("", "k ", "M "):

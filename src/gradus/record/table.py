@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, overload
 
-from gradus.record.format import number_text
+from gradus.record.format import count_text, number_text
 from gradus.schema.errors import InputError, unknown_name
 
 _SHOWN_ROWS = 12  # longer tables show their first and last rows
@@ -102,7 +102,7 @@ class Table(Sequence[dict[str, Any]]):
         if len(lines) > _SHOWN_ROWS:
             half = _SHOWN_ROWS // 2
             lines = [*lines[:half], ("…",) * len(names), *lines[-half:]]
-        return names, lines, f"{len(self)} row{'' if len(self) == 1 else 's'}"
+        return names, lines, count_text(len(self), "row")
 
     def _check_column(self, name: str) -> None:
         if name not in self._columns:

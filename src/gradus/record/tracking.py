@@ -17,6 +17,7 @@ from typing import Any, Protocol, TextIO
 from gradus.record import lock, strict_json, timings
 from gradus.record.append_log import LogTail
 from gradus.record.directory import RunDirectory
+from gradus.record.format import first_line
 from gradus.record.metrics import merge_by_step
 from gradus.record.outcome import read_outcome
 from gradus.record.problem import OnProblem, report_on_stderr
@@ -247,5 +248,5 @@ def _read(run: RunDirectory, kind: str) -> dict[str, Sent]:
 
 
 def _words(error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
+    first = first_line(error)
     return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from gradus.record.format import first_line
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Plan, Scaling
 from gradus.training.float8_matmul import E4M3, Float8Product, multiple_needed, product, rectangle_of, scaled
@@ -179,6 +180,6 @@ def _lacking(scaling: Scaling, device: torch.device) -> str | None:
     try:
         found = product(a8, b8, scaling, torch.bfloat16).float()
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     expected = a8.whole() @ b8.whole().T
     return None if torch.allclose(found, expected, rtol=0.02, atol=0.5) else "its result is wrong"

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from gradus.data.transfer import mapped
 from gradus.models.output import LossOutput, classification_loss, layer_and_loss
+from gradus.record.format import first_line
 from gradus.schema.errors import InputError
 from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Recipe
@@ -169,7 +170,7 @@ def _run_without_values(model: nn.Module, objective: Objective, example: Batch) 
         with mode, torch.no_grad():
             return objective.answer(called, batch)
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
+        first = first_line(error)
         raise _refused(
             f"where {type(model).__name__} computes its loss cannot be seen without data: "
             f"{type(error).__name__}: {first}"

@@ -77,7 +77,7 @@ class Run:
         self._evaluators: dict[int, tuple[Any, Evaluator]] = {}
         self._display: Shown | None = None
         if place.world.leads and not place.launched:
-            ranks = f"{place.world.size} rank{'s' if place.world.size > 1 else ''}"
+            ranks = count_text(place.world.size, "rank")
             self._display = Shown(place.run, recipe.steps, f"{recipe.name}: {ranks}, {place.run.path}")
 
     @classmethod

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradus.record.format import first_line
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.user_code import users_line
 from gradus.training.out_of_memory import is_out_of_memory
@@ -106,12 +107,11 @@ def _flattened(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _message(
     error: Exception, call: _Call | None, model: Callable[..., Any], batch: Any, field: str, output: Any
 ) -> Iterator[str]:
-    first_line = str(error).strip().partition("\n")[0]
     who = {"model": "the model", "loss": "the loss"}.get(field, field)
     where = f"{field}: {who} failed"
     if call is not None and call.module is not model:
         where += f" in {_name_of(call.module, model)}"
-    yield f"{where}: {type(error).__name__}: {first_line}"
+    yield f"{where}: {type(error).__name__}: {first_line(error)}"
     if call is not None:
         kind = type(call.module).__name__
         parameters = described(dict(call.module.named_parameters(recurse=False)))

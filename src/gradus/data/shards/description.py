@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gradus.data.shards.parts import is_image, kind_of
 from gradus.data.shards.storage import Storage
+from gradus.record.format import first_line
 from gradus.schema.errors import InputError
 
 DESCRIPTION = "dataset.json"
@@ -120,6 +121,6 @@ def read_description(storage: Storage, field: str = "data.path") -> Description:
             raise ValueError(f"its version is {document.get('version')}, allowed: {VERSION}")
         return Description.model_validate(document)
     except (ValueError, ValidationError) as error:
-        what = str(error).splitlines()[0]
+        what = first_line(error)
         message = f"{field}: {storage.folder}/{DESCRIPTION} does not describe shards: {what}"
         raise InputError(message, field=field, found=storage.folder) from None

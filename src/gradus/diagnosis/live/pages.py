@@ -21,7 +21,7 @@ from gradus.diagnosis.live.followed import Folder, Snapshot
 from gradus.diagnosis.live.prometheus import exposition
 from gradus.diagnosis.report.run_report import LIVE_JUDGE_SECONDS, RunReport
 from gradus.record.directory import RunDirectory
-from gradus.record.format import duration_text, number_text, rate_text
+from gradus.record.format import count_text, duration_text, first_line, number_text, rate_text
 from gradus.record.page_html import Head, Section, table_html
 
 _LISTED_RUNS = 200  # of more, the others are counted
@@ -108,7 +108,7 @@ def _why(one: Snapshot) -> str | None:
     """What there is to say of its state: why it waits, why it failed, or its first finding."""
     view = one.view
     if view.state in ("failed", "lost") and view.last_error:
-        return view.last_error.strip().partition("\n")[0]
+        return first_line(view.last_error)
     return view.note or (one.findings[0].verdict if one.findings else None)
 
 
@@ -116,7 +116,7 @@ def _list_head(snapshots: Sequence[Snapshot], count: int) -> Head:
     running = sum(one.view.state == "running" for one in snapshots)
     failed = sum(one.view.state in ("failed", "lost") for one in snapshots)
     parts = [
-        f"{count} run{'s' if count != 1 else ''}",
+        count_text(count, "run"),
         f"{running} running",
         *([f"{failed} failed or lost"] if failed else []),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradus.diagnosis.evidence import Evidence
-from gradus.record.format import bytes_text, duration_text, metric_text, number_text, rate_text
+from gradus.record.format import bytes_text, count_text, duration_text, metric_text, number_text, rate_text
 from gradus.record.history import History
 from gradus.record.page_html import Fact, Head
 
@@ -41,7 +41,7 @@ def _subtitle(history: History, evidence: Evidence) -> str:
     if evidence.plan is not None or evidence.script is not None:
         ranks = evidence.ranks
         split = f" ({evidence.plan.mesh})" if evidence.plan is not None and ranks > 1 else ""
-        parts.append(f"{ranks} rank{'s' if ranks > 1 else ''}{split}")
+        parts.append(f"{count_text(ranks, 'rank')}{split}")
     if evidence.plan is not None:
         parts.append(evidence.plan.precision)
     begun = next((str(event["time"]) for event in history.events if event.get("time")), None)
@@ -121,13 +121,13 @@ def _spent(history: History, evidence: Evidence) -> list[Fact]:
         Fact(
             "time",
             duration_text(goodput.allocated_seconds),
-            f"{goodput.attempts} attempt{'s' if goodput.attempts > 1 else ''}{wait}",
+            f"{count_text(goodput.attempts, 'attempt')}{wait}",
         )
     ]
     hours = goodput.allocated_seconds / 3600
     if evidence.has_gpu:
         gpus = len(history.gpu_names) or evidence.ranks
-        facts.append(Fact("GPU-hours", number_text(hours * gpus), f"{gpus} GPU{'s' if gpus > 1 else ''}, all attempts"))
+        facts.append(Fact("GPU-hours", number_text(hours * gpus), f"{count_text(gpus, 'GPU')}, all attempts"))
     if goodput.share is not None:
         facts.append(Fact("goodput", f"{goodput.share:.1%}", "of that time in steps that count"))
     return facts

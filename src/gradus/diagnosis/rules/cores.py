@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.finding import Finding
+from gradus.record.format import count_text
 
 # Workers mostly wait; only when there are twice as many processes as cores, and the cores are busy, do they get in the
 # way of training.
@@ -31,8 +32,8 @@ def cpu_oversubscription(evidence: Evidence) -> Finding | None:
         working = sum(evidence.share(kind) for kind in ("forward", "backward", "optimizer", "exposed_communication"))
         return Finding(
             "cpu-oversubscription",
-            f"{ranks} rank{'s' if ranks > 1 else ''} with {threads} threads each share {cores} "
-            f"core{'s' if cores > 1 else ''}, and take turns",
+            f"{count_text(ranks, 'rank')} with {threads} threads each share "
+            f"{count_text(cores, 'core')}, and take turns",
             {
                 "threads_of_a_rank": threads,
                 "ranks_on_a_node": ranks,

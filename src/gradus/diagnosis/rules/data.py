@@ -8,6 +8,7 @@ from gradus.diagnosis.evidence import ENOUGH_STEPS, FEWEST_STEPS, WARM_UP_STEPS,
 from gradus.diagnosis.finding import Finding
 from gradus.diagnosis.user_source.files import user_files
 from gradus.diagnosis.user_source.loaders import training_loader
+from gradus.record.format import count_text
 
 # Of a step. Below, other things decide; a loader that is just fast enough makes a step wait now and then.
 # On a CPU, loading and computing take turns on the same cores, and whoever else is there takes from both.
@@ -70,7 +71,7 @@ def waits_for_data(evidence: Evidence) -> Finding | None:
         )
     if workers and free:
         change = f"--set plan.workers={_workers_wanted(workers * step, step - waited, workers, _fitting(evidence))}"
-        why = f"the {workers} worker{'s' if workers > 1 else ''} that gradus chose cannot keep up with such samples"
+        why = f"the {count_text(workers, 'worker')} that gradus chose cannot keep up with such samples"
     elif workers:
         change = "make samples cheaper: decode and resize once and store them (gradus data pack), or take more cores"
         why = f"{workers} workers do not keep up, and the cores are busy"

@@ -8,6 +8,7 @@ from statistics import mean, median
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.finding import Finding
 from gradus.hardware.catalogue import find_gpu
+from gradus.record.format import count_text
 from gradus.schema.device_sample import GpuSample
 
 OFTEN = 0.1  # of the samples: one look at a GPU that brakes for a moment is nothing
@@ -108,7 +109,7 @@ def idle_gpu(evidence: Evidence) -> Finding | None:
     if len(idle) == everything:
         if evidence.has_gpu and not _nothing_is_on_them(evidence):
             return None  # it waits for something else, and that is told as what it is
-        verdict = f"the job has {everything} GPU{'s' if everything > 1 else ''}, and trains on the CPU"
+        verdict = f"the job has {count_text(everything, 'GPU')}, and trains on the CPU"
         change = "a torch with CUDA: gradus preflight says what is wrong with this one"
         if evidence.script is not None:
             change = "model.to('cuda'), and the batches too; where there is no CUDA, gradus preflight says why"

@@ -14,6 +14,7 @@ from gradus.diagnosis.finding import Confidence, Finding
 from gradus.diagnosis.timeline.trace_analysis import SyncPoint, TraceAnalysis
 from gradus.diagnosis.user_source.files import UserFile, user_files
 from gradus.diagnosis.user_source.waits import Wait, waits_in
+from gradus.record.format import count_text
 
 # Once a step, but for the first: what happens now and then (every tenth step) costs next to nothing.
 _EVERY_STEP = 0.6
@@ -64,7 +65,7 @@ def _told(
         found["share"] = share
     if measured:
         found["host_waits"] = [sync.document() for sync in measured[:_SHOWN]]
-    more = f", and {len(waits) - 1} more place{'s' if len(waits) > 2 else ''}" if len(waits) > 1 else ""
+    more = f", and {count_text(len(waits) - 1, 'more place')}" if len(waits) > 1 else ""
     verdict = f"the host waits for the device at every step: {first.place} `{first.code}` ({first.why}{more})"
     missing = [note for file in files if str(file.path) == first.file for note in file.note]
     confidence: Confidence = "high"

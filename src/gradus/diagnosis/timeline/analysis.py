@@ -29,6 +29,7 @@ from gradus.diagnosis.timeline.trace_analysis import (
     TraceAnalysis,
 )
 from gradus.diagnosis.timeline.trace_file import TraceFile
+from gradus.record.format import count_text
 from gradus.schema.errors import InputError
 
 __all__ = [
@@ -70,7 +71,7 @@ def analyse(path: Path) -> TraceAnalysis:
     if not len(columns.python):
         not_measured.append("lines of code (record them with --profile steps=5,stacks)")
     if file.broken:
-        not_measured.append(f"{file.broken} event{'s' if file.broken > 1 else ''} that could not be read")
+        not_measured.append(f"{count_text(file.broken, 'event')} that could not be read")
     if file.truncated:
         not_measured.append("what came after the place at which the file was cut")
     return TraceAnalysis(

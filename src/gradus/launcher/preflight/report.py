@@ -12,6 +12,7 @@ from typing import Any, Literal
 from gradus.launcher.preflight.facts import NodeFacts
 from gradus.launcher.preflight.pairs import Pair
 from gradus.record import strict_json
+from gradus.record.format import count_text
 
 State = Literal["ok", "note", "warning", "error"]
 _SIGNS: Mapping[State, str] = {"ok": "ok", "note": "-", "warning": "!", "error": "BAD"}
@@ -111,7 +112,7 @@ class Preflight:
 
     @property
     def verdict(self) -> str:
-        many = f"{len(self.nodes)} node{'s' if len(self.nodes) > 1 else ''}"
+        many = count_text(len(self.nodes), "node")
         if self.fit:
             return f"preflight: {many} fit after {self.seconds:.0f} s"
         blamed = [f"node {node}" for node in self.bad_nodes]

@@ -30,6 +30,7 @@ from gradus.launcher.slurm.options import (
 from gradus.launcher.slurm.reasons import explained_reason
 from gradus.launcher.slurm.script import node_tasks
 from gradus.launcher.software import environment_lines, python_of
+from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import GradusError, InputError
 
@@ -78,7 +79,7 @@ def _in_allocation(asked: Asked, here: Allocation, say: Say) -> Preflight:
             found=nodes,
             allowed=len(here.nodes),
         )
-    say(f"preflight of {nodes} node{'s' if nodes > 1 else ''} of job {here.job_id}")
+    say(f"preflight of {count_text(nodes, 'node')} of job {here.job_id}")
     with _folder(asked.runs) as folder:
         step = ["srun", "--overlap", *node_tasks(nodes), *_task(folder, asked.cluster)]
         # A task of srun's own step, as in `srun --pty bash`, would hand its variables on.
@@ -120,7 +121,7 @@ def _as_a_job(asked: Asked, say: Say) -> Preflight:
         )
         command, variables = ["sbatch", "--parsable", str(script)], submission_variables(header)
         job = answered(command, retry_seconds=20, environment=variables).out.strip().partition(";")[0]
-        say(f"preflight of {nodes} node{'s' if nodes > 1 else ''} as job {job}; waiting for it")
+        say(f"preflight of {count_text(nodes, 'node')} as job {job}; waiting for it")
         _wait_for(job, say)
         found = read_report(folder / "preflight.json")
         if found is not None:

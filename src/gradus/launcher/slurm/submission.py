@@ -222,7 +222,7 @@ def _inputs(
     scheduler = cluster.scheduler
     of_srun = srun_options(scheduler)
     container = inside.srun_options if inside else ()
-    title = f"{runs[0].name}: {shape.nodes} node{'s' if shape.nodes > 1 else ''} of {_ranks_text(shape)}"
+    title = f"{runs[0].name}: {count_text(shape.nodes, 'node')} of {_ranks_text(shape)}"
     return ScriptInputs(
         title=title,
         runs=tuple(str(run.path) for run in runs),
@@ -239,7 +239,7 @@ def _inputs(
 
 
 def _ranks_text(shape: Shape) -> str:
-    return f"{shape.ranks_per_node} rank{'s' if shape.ranks_per_node > 1 else ''}"
+    return count_text(shape.ranks_per_node, "rank")
 
 
 def _mpi_command(scheduler: Scheduler, shape: Shape, of_srun: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gradus.planner.choice.candidates import Space, meshes
 from gradus.planner.choice.search import Foresight, something_fits
+from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError, NoPlanFits
 from gradus.schema.intervals import seconds_of
@@ -194,7 +195,7 @@ def _nothing_fits_on(choices: Sequence[int]) -> NoPlanFits:
 
 
 def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' if count > 1 else ''}"
+    return count_text(count, "GPU")
 
 
 def time_of(budget: BudgetPrediction) -> float:

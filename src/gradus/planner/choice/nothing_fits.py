@@ -11,6 +11,7 @@ from gradus.planner.choice.gpu_count import counts
 from gradus.planner.choice.reasons import gib, title
 from gradus.planner.choice.search import Foresight, Found, something_fits
 from gradus.planner.choice.typed import options
+from gradus.record.format import count_text
 from gradus.schema.errors import NoPlanFits
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
@@ -57,7 +58,7 @@ def nothing_fits(space: Space, found: Found, foresight: Foresight, ask: Ask) -> 
     changes = list(changes_that_fit(space, foresight, ask))
     hint = "; or ".join(f"{change.options} ({change.why})" for change in changes[:3])
     return NoPlanFits(
-        f"no plan fits: of {gpus} GPU{'s' if gpus > 1 else ''} with {gib(limit)} a rank needs at least "
+        f"no plan fits: of {count_text(gpus, 'GPU')} with {gib(limit)} a rank needs at least "
         f"{gib(memory.peak)} ({title(nearest)}), and {binds.replace('_', ' ')} binds with {gib(kinds[binds])}"
         + (f"; {on_host}" if on_host else ""),
         hint=hint or _last_resort(space, memory.peak),

@@ -11,6 +11,7 @@ from typing import Any
 from gradus.planner.choice.candidates import RECOMPUTE, Space, complexity, micro_batches, refusal, with_micro_batch
 from gradus.planner.choice.search import GAIN_WORTH_IT, Foresight, Found, Outcome, gain_worth_it
 from gradus.planner.defaults import reasons_of, surroundings
+from gradus.record.format import count_text
 from gradus.schema.plan import Mesh, Plan
 
 MOST_REFUSED = 6
@@ -35,7 +36,7 @@ def reasons(outcome: Outcome, found: Found, space: Space, foresight: Foresight) 
         said["stages_per_rank"] = f"{plan.stages_per_rank} on each rank, as {plan.pipeline_schedule} runs best here"
     said["micro_batch"] = _micro_batch(outcome, found, space, foresight)
     ranks = mesh.data_ranks
-    said["accumulate"] = f"batch {space.recipe.batch} over {ranks} data rank{'s' if ranks > 1 else ''}"
+    said["accumulate"] = f"batch {space.recipe.batch} over {count_text(ranks, 'data rank')}"
     said["recompute"] = _recompute(outcome, found, foresight)
     if plan.offload != "none":
         said["offload"] = "nothing that keeps all state on the GPUs fits"

@@ -27,6 +27,7 @@ from gradus.planner.profile.fallback import estimated
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.tracing import FakeModel, Numbers
 from gradus.planner.resolve import data_options
+from gradus.record.format import first_line
 from gradus.schema.errors import GradusError
 from gradus.schema.plan import Precision, Scaling
 from gradus.schema.recipe import Recipe
@@ -113,7 +114,7 @@ def _traced(
     except GradusError:  # which a run would meet as well
         raise
     except Exception as error:  # fake tensors have no values, and a model may look at them in any way
-        first = str(error).strip().partition("\n")[0]
+        first = first_line(error)
         reason = f"the model could not be traced ({type(error).__name__}: {first})"
         return estimated(bare, model, reason, narrow=numbers.autocast is not None)
     facts = _facts(model, styles, experts)

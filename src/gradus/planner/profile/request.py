@@ -15,6 +15,7 @@ from typing import Any
 from gradus.hardware.catalogue import find_gpu
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.stored import from_text
+from gradus.record.format import first_line
 from gradus.schema.callables import is_import_path
 from gradus.schema.cluster import Cluster, GpuNumbers
 from gradus.schema.errors import GradusError, InputError
@@ -106,7 +107,7 @@ def traced_here(recipe: Recipe, request: ProfileRequest) -> ModelProfile:
             hint = f"a plan is made without network, data or GPUs; {error.hint}"
             raise InputError(error.message, hint=hint, **error.details) from error
         except Exception as error:
-            first = str(error).strip().partition("\n")[0]
+            first = first_line(error)
             raise GradusError(
                 f"the model could not be traced: {type(error).__name__}: {first}",
                 hint="what it does in forward may depend on values, or reach outside of torch",
