@@ -18,6 +18,10 @@ from browser import NAMES, PROGRAM
 PATIENCE_SECONDS = 120.0  # this only ends a test that hangs
 
 
+class Refused(AssertionError):
+    """The browser cannot do that; what is asked while a page goes on to another one has nobody to answer it."""
+
+
 class Session:
     """One page of one browser."""
 
@@ -47,10 +51,16 @@ class Session:
     def until(self, script: str) -> Any:
         """Ask until the expression is true."""
         until = time.monotonic() + PATIENCE_SECONDS
-        while not (value := self.evaluate(script)):
+        while not (value := self._value_now(script)):
             assert time.monotonic() < until, f"never true: {script}"
             time.sleep(0.1)
         return value
+
+    def _value_now(self, script: str) -> Any:
+        try:
+            return self.evaluate(script)
+        except Refused:
+            return None
 
     def resize(self, width: int, height: int = 900) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -69,7 +79,8 @@ class Session:
         while True:
             answer = self._next(until)
             if answer.get("id") == self._number:
-                assert "error" not in answer, (method, answer["error"])
+                if "error" in answer:
+                    raise Refused(method, answer["error"])
                 return dict(answer["result"])
             self._note(answer)
 

@@ -170,7 +170,8 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def committed(run: Path) -> list[int]:
-    return sorted(int(path.parent.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*/COMMITTED"))
+    names = (path.parent.name.removeprefix("step-") for path in run.glob("checkpoints/step-*/COMMITTED"))
+    return sorted(int(name) for name in names if name.isdecimal())  # others were set aside
 
 
 def rank_processes(run: Path) -> dict[int, int]:
@@ -178,8 +179,8 @@ def rank_processes(run: Path) -> dict[int, int]:
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            command = (process / "cmdline").read_text().split("\0")
-            variables = (process / "environ").read_text().split("\0")
+            command = (process / "cmdline").read_text(errors="replace").split("\0")
+            variables = (process / "environ").read_text(errors="replace").split("\0")
         except OSError:  # it has just ended
             continue
         rank = next((v.removeprefix("RANK=") for v in variables if v.startswith("RANK=")), None)

@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
     ),
     "the writer process killed": Case("SIGKILL, three times", disks.killed_writer),
     "two runs in one directory": Case("a live run is resumed, and started, a second time", disks.two_in_one_directory),
-    "a job that ends": Case("`--time 25s` for a run that takes far longer", disks.deadline),
+    "a job that ends": Case("`--time 45s` for a run that takes far longer", disks.deadline),
 }
 
 

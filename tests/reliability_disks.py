@@ -56,8 +56,8 @@ def full_disk(place: Place) -> Outcome:
         run = small.run("full")
         process = small.begin("full", LONG)
         assert process.when(lambda: has_saved(run))
-        fill(small.folder, leave=MIB)
-        assert process.when(lambda: bool(faults(run, "checkpoint-failed")))
+        # Again and again: an old checkpoint that goes makes room for the next.
+        assert process.when(lambda: bool(fill(small.folder, leave=MIB)) and bool(faults(run, "checkpoint-failed")))
         told = faults(run, "checkpoint-failed")[0]
         good = max(saved(run))
         ballast = fill(small.folder, leave=0)
@@ -130,7 +130,8 @@ def slow_disk(place: Place) -> Outcome:
 
 def killed_writer(place: Place) -> Outcome:
     run, draw = place.run("writer-killed"), random.Random(3)
-    process = place.begin("writer-killed", LONG)
+    # So far apart that a save is over before the next begins, which then gets a process again.
+    process = place.begin("writer-killed", LONG, "checkpoint.every=20")
     killed: set[int] = set()
     while len(killed) < 3:
         assert process.when(lambda: bool(set(process.writers()) - killed))
@@ -164,8 +165,9 @@ def two_in_one_directory(place: Place) -> Outcome:
 
 def deadline(place: Place) -> Outcome:
     run = place.run("deadline")
-    limit, began = 25.0, time.time()
-    process = place.start(str(place.recipe), "--run-id", "deadline", "--set", "steps=100000", "--time", f"{limit:.0f}s")
+    recipe, limit = str(place.recipe), 45.0
+    began = time.time()
+    process = place.start(recipe, "--run-id", "deadline", "--set", "steps=100000", "--time", f"{limit:.0f}s")
     stopped = process.end(expect=75)
     took = time.time() - began
     assert stopped["step"] > 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from gradus.checkpoint.manifest import committed_steps, verify_folder
+from gradus.checkpoint.manifest import COMMITTED, DamagedCheckpoint, committed_steps, verify_folder
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
 from gradus.record.metrics import read_metrics
@@ -105,13 +105,13 @@ class Started(subprocess.Popen[str]):
         document: dict[str, Any] = json.loads(out)
         return document
 
-    def when(self, condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+    def when(self, condition: Callable[[], bool], seconds: float = 120.0, every_seconds: float = 0.02) -> bool:
         """Whether it became true while the process was alive."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.poll() is None:
             if condition():
                 return True
-            time.sleep(0.001)
+            time.sleep(every_seconds)
         return condition()
 
 
@@ -252,9 +252,18 @@ def commits(run: RunDirectory) -> list[int]:
 def saved(run: RunDirectory) -> list[int]:
     """Steps of the checkpoints there are, every byte of which was compared."""
     found = committed_steps(run.checkpoints) if run.checkpoints.is_dir() else {}
-    for name in found.values():
-        verify_folder(run.checkpoints / name)
-    return sorted(found)
+    return sorted(step for step, name in found.items() if _is_whole(run.checkpoints / name))
+
+
+def _is_whole(folder: Path) -> bool:
+    """False: it was being removed, which takes its mark first. Damage is a failure."""
+    try:
+        verify_folder(folder)
+    except DamagedCheckpoint:
+        if (folder / COMMITTED).exists():
+            raise
+        return False
+    return True
 
 
 def has_saved(run: RunDirectory) -> bool:

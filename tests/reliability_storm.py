@@ -16,6 +16,8 @@ from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
 
 STEPS_PER_KILL = 10  # a run must not be over before it was killed as often
+MISSED_STEPS = 20  # after which the moment has not come, or was not seen
+OFTEN = 0.001  # seconds between two looks, where a moment is short
 PHASES = ("step", "writing", "committing", "pruning", "staging", "starting")
 # Each moment of a save is there to be hit for some hundredths of a second, also on a disk that is faster than that.
 SLOWER = """
@@ -121,11 +123,12 @@ _WORDS = {
 
 
 def _wait_for(aim: str, process: Started, run: RunDirectory, staged: Path, begun: int, draw: random.Random) -> None:
+    """For the moment, or until it is past: a run that goes on for long would be over before its last kill."""
     if aim == "starting":
-        time.sleep(draw.uniform(0.3, 4.0))
+        process.when(lambda: _logged(run) > begun, draw.uniform(0.3, 4.0))
         return
     if aim == "staging":
-        process.when(lambda: unfinished(run, staged)["staging"], 60.0)
+        process.when(lambda: unfinished(run, staged)["staging"] or _logged(run) > begun, 60.0, OFTEN)
         return
     process.when(lambda: _logged(run) > begun)
     if aim == "step":
@@ -133,7 +136,7 @@ def _wait_for(aim: str, process: Started, run: RunDirectory, staged: Path, begun
         process.when(lambda: _logged(run) >= more)
         time.sleep(draw.uniform(0.0, 0.03))
     else:
-        process.when(lambda: unfinished(run, staged)[aim], 3.0)
+        process.when(lambda: unfinished(run, staged)[aim] or _logged(run) > begun + MISSED_STEPS, 3.0, OFTEN)
 
 
 def _logged(run: RunDirectory) -> int:

@@ -26,8 +26,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each write and flush takes a twentieth of a second; a save has about twelve of them."""
-    disturb(monkeypatch, tmp_path / "disturbed", "slow", 0.05)
+    """Each write and flush takes a fifth of a second; a save has about twelve of them."""
+    disturb(monkeypatch, tmp_path / "disturbed", "slow", 0.2)
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -262,7 +262,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_is_no_failure(tmp_
 def test_a_writer_process_that_is_killed_is_told_and_the_save_is_done_here(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay: float
 ) -> None:
-    disturb(monkeypatch, tmp_path / "disturbed", "slow", 0.05)
+    disturb(monkeypatch, tmp_path / "disturbed", "slow", 0.5)
     with writing(folder) as writer:
         writer.prepare(1000)
         killed = eventually(lambda: process_of(os.getpid()))
@@ -275,6 +275,7 @@ def test_a_writer_process_that_is_killed_is_told_and_the_save_is_done_here(
         (retrying,) = [report for report in writer.poll() if report.kind == "retrying"]
         assert "SIGKILL" in retrying.message
         assert "by this process instead" in retrying.message
+        disturb(monkeypatch, tmp_path / "disturbed", "slow", 0.0)
         saved(writer, 2)
         assert process_of(os.getpid()) not in (0, killed), "another one has taken its place"
     assert [value_of(folder, step) for step in CheckpointStore(folder).steps()] == [1.0, 2.0]

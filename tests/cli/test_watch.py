@@ -98,7 +98,7 @@ def test_a_node_that_comes_on_is_not_behind_because_its_report_is_older(run):
 
 
 def test_a_deadline_before_the_end_is_said(run):
-    soon = datetime.now(timezone.utc) + timedelta(seconds=20, milliseconds=900)
+    soon = datetime.now(timezone.utc) + timedelta(seconds=29)
     train(run, begin(run, job_json={"job_id": 7, "nodes": ["n1"], "deadline": soon.timestamp()}), 1, 10)
     assert "job ends in 0:2" in lines_of(Watching(run).look())["step"][0]
     assert lines_of(Watching(run).look())["step"][0].endswith(", before the run does")
@@ -110,7 +110,7 @@ def test_health_that_nobody_renews_is_said_to_be_old(run):
     old = json.loads((run.path / "health.json").read_text())
     old["time"] = (datetime.now(timezone.utc) - timedelta(seconds=125)).isoformat()
     (run.path / "health.json").write_text(json.dumps(old))
-    assert lines_of(Watching(run).look())["nodes"][0].startswith("as they were 2:05 ago")
+    assert lines_of(Watching(run).look())["nodes"][0].startswith("as they were 2:0")
 
 
 def test_a_line_for_a_log_has_what_changes(eventful):

@@ -79,7 +79,7 @@ RECIPES = (
             "model.on_rank": 1,
             "watchdog": {"after": 2, "at_least": "4s", "starting": "60s"},
         },
-        {"model.dies": None},
+        {"model.dies": None, "watchdog": {"after": 2, "at_least": "5m", "starting": "5m"}},
         nproc=2,
         dies=True,
         evidence={"rank": 1},

@@ -93,6 +93,16 @@ def test_a_rank_that_only_lost_its_peer_is_not_blamed(tmp_path, first, other, sa
     assert (result.error["message"] == "ValueError: boom") == (said[blamed] is RAISED)
 
 
+def test_a_rank_that_is_still_leaving_when_torchrun_looks_is_blamed_by_its_words(tmp_path):
+    run = RunDirectory.create(tmp_path, "train")
+    launch = Launch(run, run.new_attempt(), Script("file", "train.py", (), tmp_path), ranks=2, cores=2)
+    only_the_first = TABLE[TABLE.index("Root Cause") :].format(first=1)
+    run.log_path(1, socket.gethostname()).write_text(only_the_first)
+    result = result_of(launch, Departure(1, said={0: LOST, 1: RAISED}))
+    assert result.error is not None
+    assert (result.error["rank"], result.error["message"]) == (1, "ValueError: boom")
+
+
 @pytest.mark.parametrize(("other", "kind"), [(-15, "lost-peer"), (-9, "rank-died")])
 def test_a_rank_that_says_itself_that_it_lost_a_peer_is_not_the_one_that_died(tmp_path, other, kind):
     """The node of the peer may have left no word at all; torchrun ends the others with SIGTERM."""

@@ -77,7 +77,7 @@ def test_the_example_learns_on_two_ranks(gradus: Gradus) -> None:
 def test_a_stopped_script_goes_on_where_it_was(gradus: Gradus, script: str) -> None:
     whole = gradus("train", "--nproc", "2", "--run-id", "whole", "--", script)
     assert whole.code == 0, whole.err
-    process = gradus.start("train", "--nproc", "2", "--run-id", "cut", "--", script, STEP_SECONDS="0.1")
+    process = gradus.start("train", "--nproc", "2", "--run-id", "cut", "--", script, STEP_SECONDS="0.5")
     cut = gradus.run("cut", "loop")
     wait_until(lambda: len(trained(cut)) >= 5, process)
     assert gradus("runs", "stop", str(cut)).code == 0
@@ -120,7 +120,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_plain_python_stops_on_a_signal_and_resumes(gradus: Gradus, script: str, number: signal.Signals) -> None:
     before = set((gradus.runs / "script").glob("*"))
-    process = python(gradus, script, STEP_SECONDS="0.1")
+    process = python(gradus, script, STEP_SECONDS="0.3")
     wait_until(lambda: set((gradus.runs / "script").glob("*")) - before)
     run = only_run(gradus, "script", before)
     wait_until(lambda: len(trained(run)) >= 3)
@@ -285,7 +285,7 @@ def test_adapters_that_an_own_loop_trained_are_put_beside_a_model_that_is_given(
 @pytest.mark.parametrize("how", [pytest.param("repeated", marks=pytest.mark.slow), "given"])
 def test_what_plain_python_began_goes_on_from_the_command_line(gradus: Gradus, script: str, how: str) -> None:
     before = set((gradus.runs / "script").glob("*"))
-    process = python(gradus, script, STEP_SECONDS="0.1")
+    process = python(gradus, script, STEP_SECONDS="0.3")
     wait_until(lambda: set((gradus.runs / "script").glob("*")) - before)
     run = only_run(gradus, "script", before)
     wait_until(lambda: len(trained(run)) >= 3)

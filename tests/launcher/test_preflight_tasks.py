@@ -164,7 +164,7 @@ def test_good_machines_are_fit(networks, tmp_path):
 
 @pytest.mark.slow
 def test_a_slow_machine_is_named_by_what_its_pairs_reach(networks, tmp_path):
-    networks.slow(2, "100mbit")
+    networks.slow(2, "30mbit")
     found = preflight(networks, [tmp_path] * 4)
     assert [(error.check, error.nodes) for error in found.errors] == [("pairs", ("n3",))], found.lines()
 

@@ -147,7 +147,7 @@ def test_a_stop_before_the_first_step_is_a_stop_too(gradus):
 
 @pytest.mark.slow
 def test_now_ends_a_recipe_at_once_and_the_next_attempt_says_that_it_starts_again(gradus):
-    recipe = gradus.recipe(steps=4)
+    recipe = gradus.recipe(steps=12)
     run = gradus.run("now")
     process = gradus.start("train", recipe, "--nproc", "2", "--run-id", "now", "--json", STEP_SECONDS="3")
     wait_until(lambda: len(rank_processes(run)) == 2 and trained(run), process)
@@ -159,4 +159,4 @@ def test_now_ends_a_recipe_at_once_and_the_next_attempt_says_that_it_starts_agai
     again = gradus("train", "--resume", str(run))
     assert again.code == 0, again.err
     assert "no checkpoint: starts again from step 0" in again.err
-    assert [row["step"] for row in trained(run) if row["attempt"] == 2] == [1, 2, 3, 4]
+    assert [row["step"] for row in trained(run) if row["attempt"] == 2] == list(range(1, 13))

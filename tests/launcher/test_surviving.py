@@ -29,7 +29,7 @@ def test_an_error_that_comes_again_is_tried_once_more_and_no_more(gradus: Gradus
 @pytest.mark.parametrize(("kind", "lost"), [("kill-rank", 10), ("timeout", 0)])
 def test_a_drill_says_how_it_went(gradus: Gradus, kind: str, lost: int) -> None:
     done = gradus(
-        "drill", gradus.recipe(**LONG), "--inject", kind, "--nproc", "2", "--json", STEP_SECONDS="0.2", timeout=300
+        "drill", gradus.recipe(**LONG), "--inject", kind, "--nproc", "2", "--json", STEP_SECONDS="0.5", timeout=300
     )
     assert done.code == 0, done.err
     told = done.json

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from gradus.launcher.torchrun import rank_environment
+from gradus.launcher.torchrun import free_port, rank_environment
 from gradus.schema.recipe import Recipe
 
 
@@ -42,3 +44,10 @@ def test_only_deterministic_recipes_fix_the_workspace_of_cublas(recipe):
 
 def test_a_script_without_a_recipe_is_left_to_itself(recipe):
     assert "PYTORCH_CUDA_ALLOC_CONF" not in rank_environment(1, 2, None)
+
+
+def test_a_free_port_is_none_that_the_kernel_would_give_to_others():
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port() for _ in range(20)}
+    assert len(found) > 10
+    assert max(found) < lowest

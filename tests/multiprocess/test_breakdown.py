@@ -11,7 +11,7 @@ from gradus.record.directory import RunDirectory
 from gradus.record.timings import by_rank, mean_seconds, read_timings
 from gradus.schema.breakdown import KINDS
 
-SECONDS = 0.08
+SECONDS = 0.2
 
 
 @pytest.mark.parametrize(

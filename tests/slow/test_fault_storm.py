@@ -46,7 +46,7 @@ def ranks_of(run: RunDirectory) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
             if RANK_MODULE in words and str(run.path) in words and "torch.distributed.run" not in words:

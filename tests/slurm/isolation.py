@@ -8,12 +8,14 @@ import os
 import signal
 import socket
 import struct
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SIOCGIFFLAGS, SIOCSIFFLAGS, SIOCSIFADDR, IFF_UP = 0x8913, 0x8914, 0x8916, 1  # linux/sockios.h, linux/if.h
 CLONE_NEWNS, CLONE_NEWCGROUP = 0x00020000, 0x02000000  # linux/sched.h
 MS_REC, MS_PRIVATE, MNT_DETACH = 0x4000, 0x40000, 2  # linux/mount.h, umount2(2)
+LEAVING_SECONDS = 10.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -86,9 +88,23 @@ class Freezer:
         """Once all other processes in it have ended."""
         self._enter(self.all)
         for group, _, _ in os.walk(self._group, topdown=False):
-            os.rmdir(group)
+            _remove(group)
         for where in (self.own, self.all):
             _done(_libc.umount2(str(where).encode(), MNT_DETACH), "unmount a freezer hierarchy")
+
+
+def _remove(group: str) -> None:
+    """A process that was killed is in its group until its last thread has gone."""
+    until = time.monotonic() + LEAVING_SECONDS
+    while True:
+        try:
+            os.rmdir(group)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def _done(result: int, what: str) -> None:

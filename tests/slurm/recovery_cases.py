@@ -21,6 +21,7 @@ from slurm.lab import Lab
 from gradus.record.append_log import LogTail
 
 STEPS, EVERY = 30, 5
+LONGER = 80  # for what is done to a run twice, or while it goes on: Slurm's commands may take seconds to answer
 STEP_SECONDS = 0.3
 TAKING_ITS_TIME = {"STEP_SECONDS": str(STEP_SECONDS)}
 HANGS_AFTER = "15s"
@@ -175,8 +176,8 @@ def dead_first_node(ground: Ground) -> Outcome:
 
 
 def dead_controller(ground: Ground) -> Outcome:
-    jobs, calm = ground.jobs("controller"), ground.calm(2)
-    run = jobs.submit(recipe(jobs, 2, steps=STEPS), ranks=1, STEP_SECONDS="0.6")
+    jobs, calm = ground.jobs("controller"), ground.calm(2, LONGER)
+    run = jobs.submit(recipe(jobs, 2, steps=LONGER), ranks=1, STEP_SECONDS="0.6")
     run.until(lambda: run.saved)
     jobs.lab.kill_controller()
     at, before = time.time(), run.curve[-1]["step"]
@@ -288,7 +289,7 @@ def slow_rank(ground: Ground) -> Outcome:
 def damaged_checkpoint(ground: Ground) -> Outcome:
     jobs, calm = ground.jobs("damaged"), ground.calm(2)
     # So many steps apart that no third one is on its way while the second is damaged.
-    run = jobs.submit(recipe(jobs, 2, checkpoint={"every": 2 * EVERY}), ranks=1, **TAKING_ITS_TIME)
+    run = jobs.submit(recipe(jobs, 2, checkpoint={"every": 2 * EVERY}), ranks=1, STEP_SECONDS="1")
     run.until(lambda: len(run.saved) >= 2 and run.ranks)
     newest = run.saved[-1]
     part = next((run.path / "checkpoints" / f"step-{newest:08d}").glob("*.safetensors"))

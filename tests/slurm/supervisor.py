@@ -76,6 +76,8 @@ class Supervisor:
                 preexec_fn=die_with_parent,  # should the supervisor itself be killed
             )
         self._running.append(process)
+        if os.path.exists(f"/proc/{process.pid}"):  # else it has ended already, and the code is its own
+            self.codes.pop(process.pid, None)  # of an earlier process with the same number
         self.pids[name] = process.pid
         return process.pid
 
@@ -101,10 +103,12 @@ class Supervisor:
         while left := descendants_of({os.getpid()}) | self._clients():
             _kill_all(left)
             self.reap()
-        self._address.remove()
-        if self._freezer:
-            self._freezer.remove()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            self._address.remove()
+            if self._freezer:
+                self._freezer.remove()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _clients(self) -> set[int]:
         """Slurm's commands that somebody else started to talk to this lab: they would wait for it for ever."""

@@ -21,8 +21,9 @@ def jobs(lab: Lab, tmp_path: Path) -> Jobs:
 
 
 def test_a_stop_request_that_comes_while_a_job_is_starting_holds_it(jobs: Jobs) -> None:
-    run = jobs.submit(jobs.recipe(steps=4, plan={"workers": 0}), "--sbatch=--begin=now+5", ranks=1, nodes=1)
+    run = jobs.submit(jobs.recipe(steps=4, plan={"workers": 0}), "--sbatch=--begin=now+1hour", ranks=1, nodes=1)
     request_stop(RunDirectory(run.path), STOP)  # as `gradus runs stop` does once the job has its nodes
+    jobs.lab.run("scontrol", "update", f"JobId={run.job_ids[0]}", "StartTime=now")
     run.until(lambda: all(word in run.in_queue() for word in ("PENDING", "held")))
     assert run.curve == []
     assert list((run.path / "attempts").iterdir()) == []

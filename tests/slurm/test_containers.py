@@ -61,7 +61,7 @@ def in_charliecloud(jobs: Jobs, image: Path, **more: Any) -> None:
 
 
 def test_two_nodes_in_charliecloud_have_the_loss_of_a_run_outside(jobs: Jobs, image: Path) -> None:
-    recipe = jobs.recipe(steps=20)
+    recipe = jobs.recipe(steps=60)
     outside = jobs.undisturbed(recipe, ranks=4)
     in_charliecloud(jobs, image)
     run = jobs.submit(recipe, STEP_SECONDS="0.3")

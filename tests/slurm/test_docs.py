@@ -17,6 +17,8 @@ from slurm.lab import Lab
 ROOT = Path(__file__).parents[2]
 SHORTER = ("--set", "evaluate.batches=1", "--set", "model.layers=1", "--set", "model.width=32", "--set", "log_every=1")
 
+MORE_THAN_IT_GETS = 4000  # before it is stopped and cancelled, however fast the machine
+
 
 @pytest.mark.slow
 def test_every_command_of_the_page_works(tmp_path: Path) -> None:
@@ -29,6 +31,8 @@ def test_every_command_of_the_page_works(tmp_path: Path) -> None:
         for words in commands:
             if words[0] in ("train", "submit"):
                 words += SHORTER
+            if words[0] == "submit":
+                words += ("--set", f"steps={MORE_THAN_IT_GETS}")
             done = subprocess.run(
                 [sys.executable, "-m", "gradus", *words],
                 cwd=tmp_path,

@@ -78,9 +78,10 @@ def test_a_job_that_waits_for_one_that_failed(lab: Lab) -> None:
 
 
 def test_partitions_that_changed_after_the_job_was_submitted(lab: Lab) -> None:
-    job = lab.sbatch("-p", "low", "--time=30", "--begin=now+2", wrap="true")
+    job = lab.sbatch("-p", "low", "--time=30", "--hold", wrap="true")
     try:
         lab.run("scontrol", "update", "PartitionName=low", "MaxTime=10")
+        lab.run("scontrol", "release", job)
         assert "longer than the partition allows" in reason_of(job, "PartitionTimeLimit")
         lab.run("scontrol", "update", "PartitionName=low", "State=DOWN")
         assert "takes no jobs now" in reason_of(job, "PartitionDown")

@@ -206,6 +206,10 @@ def test_a_run_with_nasty_names_and_secrets_around_it_ends_well_and_nothing_leak
             assert not any(secret.encode() in content for secret in SECRETS.values()), f"a secret is in {path}"
 
 
+def _all_logs(run: Run) -> str:
+    return "".join(log.read_text() for log in run.path.glob("attempts/1/logs/*.log"))
+
+
 @pytest.mark.slow
 def test_a_script_is_submitted_watched_and_cancelled_with_its_save(jobs: Jobs) -> None:
     (jobs.folder / "script.py").write_text(
@@ -219,7 +223,7 @@ def test_a_script_is_submitted_watched_and_cancelled_with_its_save(jobs: Jobs) -
     done = jobs.gradus("submit", *shape, "--json", "--", "script.py", "--lr", "a b")
     assert done.code == 0, done.err
     run = Run(jobs.lab, Path(done.json["run"]))
-    run.until(lambda: "began 1" in "".join(log.read_text() for log in run.path.glob("attempts/1/logs/*.log")))
+    run.until(lambda: all(f"began {rank} " in _all_logs(run) for rank in (0, 1)))
     logs = jobs.gradus("runs", "logs", str(run.path), "--rank", "1").out
     assert "began 1 ['--lr', 'a b']" in logs
     assert "began 0" not in logs

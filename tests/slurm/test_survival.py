@@ -9,7 +9,7 @@ from gradus_command import wait_until
 from slurm.configuration import default_partitions
 from slurm.jobs import PATIENCE_SECONDS, Jobs, Run
 from slurm.lab import Lab
-from slurm.recovery_cases import CASES, LIMIT_STEPS, STEP_SECONDS, TAKING_ITS_TIME, Ground, followed, recipe
+from slurm.recovery_cases import CASES, LIMIT_STEPS, LONGER, STEP_SECONDS, TAKING_ITS_TIME, Ground, followed, recipe
 
 from gradus.faults.announcements import NOTICE_STEPS
 
@@ -34,7 +34,7 @@ def jobs(lab: Lab, tmp_path: Path) -> Jobs:
 
 def running(jobs: Jobs, *options: str) -> Run:
     """A run on two nodes that has saved something."""
-    run = jobs.submit(recipe(jobs, 2), *options, ranks=1, **TAKING_ITS_TIME)
+    run = jobs.submit(recipe(jobs, 2, steps=LONGER), *options, ranks=1, **TAKING_ITS_TIME)
     run.until(lambda: run.saved and run.ranks)
     return run
 
@@ -56,7 +56,7 @@ def test_the_table_names_every_case() -> None:
 def test_a_signal_by_hand_makes_it_save_and_requeue(jobs: Jobs, ground: Ground) -> None:
     run = running(jobs)
     jobs.lab.run("scancel", "--signal=USR1", "--batch", run.job_ids[0])
-    assert run.finished() == ground.calm(2)
+    assert run.finished() == ground.calm(2, LONGER)
     assert run.decisions == ["requeue", "finished"]
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_is_told_to_stop_waits_on_hold_until_it_is_released(jobs: Job
     assert run.ledger[0]["step_reached"] - asked_at <= seen_within + NOTICE_STEPS + under_way
     assert not run.ranks
     jobs.lab.run("scontrol", "release", run.job_ids[0])
-    assert run.finished() == ground.calm(2)
+    assert run.finished() == ground.calm(2, LONGER)
 
 
 @pytest.mark.slow

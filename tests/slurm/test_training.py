@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from slurm.jobs import Jobs, Run, curve, kill
 from slurm.lab import Lab
-from slurm.recovery_cases import TAKING_ITS_TIME, Ground, recipe
+from slurm.recovery_cases import LONGER, TAKING_ITS_TIME, Ground, recipe
 
 pytestmark = pytest.mark.slow
 STEPS = 15
@@ -89,10 +89,10 @@ def test_train_uses_the_nodes_of_the_allocation_that_it_is_in(
 def test_the_same_holds_where_processes_are_tracked_by_cgroups(cgroup_lab: Lab, ground: Ground, tmp_path: Path) -> None:
     """Signals reach other processes there: what stops all steps of a job, and what kills a rank."""
     jobs = Jobs(cgroup_lab, tmp_path)
-    run = jobs.submit(recipe(jobs, 4), **TAKING_ITS_TIME)
+    run = jobs.submit(recipe(jobs, 4, steps=LONGER), **TAKING_ITS_TIME)
     run.until(lambda: run.saved and run.ranks)
     cgroup_lab.run("scancel", "--signal=TERM", run.job_ids[0])
     run.until(lambda: run.ledger and run.curve[-1]["step"] > run.ledger[0]["step_reached"])
     kill(run.ranks[3])
-    assert run.finished() == ground.calm(4)
+    assert run.finished() == ground.calm(4, LONGER)
     assert run.decisions == ["requeue", "again", "finished"]

@@ -21,6 +21,7 @@ from gradus.record.environment import environment
 from gradus.record.lock import locked, release
 from gradus.record.node import node_name
 from gradus.record.status import Status, read_status, shown_state, write_status, writer_is_gone
+from gradus.record.stop import forget_stop
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.intervals import seconds_of
@@ -120,9 +121,18 @@ def claim_run(
     return run, lock
 
 
-def write_attempt(run: RunDirectory, cluster: Cluster, machine: Machine, files: Mapping[str, str]) -> int:
-    """A new attempt: the files that are particular to it, its cluster and its environment. The run is now running."""
-    run.stop_file.unlink(missing_ok=True)  # a request that stopped the last attempt has been answered
+def write_attempt(
+    run: RunDirectory,
+    cluster: Cluster,
+    machine: Machine,
+    files: Mapping[str, str],
+    is_new: Callable[[str], bool] = lambda stop_reason: False,
+) -> int:
+    """A new attempt: the files that are particular to it, its cluster and its environment. The run is now running.
+
+    A request to stop that is there was for the last attempt, unless it `is_new`, by its reason.
+    """
+    forget_stop(run, unless=is_new)
     found = environment(gpus=[asdict(gpu) for gpu in machine.gpus])
     common = {"cluster.yaml": cluster.to_yaml(), "environment.json": json.dumps(found, indent=1)}
     attempt = run.new_attempt({**common, **files})

@@ -142,8 +142,17 @@ def _script_outcome(launch: Launch, script: Script, departure: Departure) -> dic
 
 
 def _first_cause(deaths: Sequence[Death], words: Mapping[int, LastWords]) -> Death | None:
-    """The rank that failed by itself. torchrun looks ten times a second and may find several dead at once."""
-    return next((death for death in deaths if _is_a_cause(death, words)), deaths[0] if deaths else None)
+    """The rank that failed by itself. torchrun looks ten times a second and may find several dead at once.
+
+    Or one that is gone because of another, which takes longer to leave: that one's words tell.
+    """
+    cause = next((death for death in deaths if _is_a_cause(death, words)), None)
+    if cause is not None or not deaths:
+        return cause
+    dead = {death.rank for death in deaths}
+    leaving = (rank for rank, said in words.items() if rank not in dead and said.exception and not said.lost_a_peer)
+    rank = next(leaving, None)
+    return deaths[0] if rank is None else Death(rank, deaths[0].node, 1)
 
 
 def _is_a_cause(death: Death, words: Mapping[int, LastWords]) -> bool:

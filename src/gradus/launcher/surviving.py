@@ -12,6 +12,7 @@ from gradus.launcher.launching import launch_here
 from gradus.launcher.ledger import attempt_ended, settle
 from gradus.launcher.result import Result
 from gradus.launcher.slurm.step import other_nodes
+from gradus.launcher.verdict import is_of_people
 from gradus.record.node import node_name
 from gradus.schema.cluster import Cluster
 
@@ -39,5 +40,6 @@ def _next(launch: Launch) -> Launch:
     files = {path.name: path.read_text() for path in before.iterdir() if path.is_file()}
     cluster = Cluster.load(before / "cluster.yaml")
     kept = {name: text for name, text in files.items() if name not in ("cluster.yaml", "environment.json")}
-    attempt = write_attempt(launch.run, cluster, detect_machine(), kept)
+    # A person's request was not what ended the last one, or there would be no other.
+    attempt = write_attempt(launch.run, cluster, detect_machine(), kept, is_new=is_of_people)
     return replace(launch, attempt=attempt)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gradus.schema.recipe import Recipe
+
+_LOWEST_PORT = 10_000  # below are those of services
+_TRIES = 100  # to find a free one
 
 LOOPBACK = "127.0.0.1"
 
@@ -57,9 +63,23 @@ def torch_variables(recipe: Recipe) -> dict[str, str]:
 
 
 def free_port() -> int:
+    """A port that is free now, and that the kernel gives to nobody who asks it for any: ranks take it seconds later."""
+    for _ in range(_TRIES):
+        port = _LOWEST_PORT + secrets.randbelow(_kernels_lowest_port() - _LOWEST_PORT)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def _kernels_lowest_port() -> int:
+    """From here on, the kernel chooses ports itself."""
+    try:
+        return max(_LOWEST_PORT + 1, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    except (OSError, ValueError, IndexError):
+        return 32768  # as Linux has it
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -16,6 +17,23 @@ def request_stop(run: RunDirectory, reason: str, *, now: bool = False) -> None:
     document = {"reason": reason, "time": datetime.now(timezone.utc).isoformat()}
     temporary.write_text(json.dumps({**document, **({"now": True} if now else {})}))
     temporary.replace(run.stop_file)
+
+
+def forget_stop(run: RunDirectory, unless: Callable[[str], bool]) -> None:
+    """A request that stopped the last attempt has been answered. One whose reason says otherwise stays.
+
+    It is taken away first and looked at then, so that one that comes meanwhile is not lost with it.
+    """
+    aside = run.stop_file.with_name(f"answered.{os.getpid()}")
+    try:
+        run.stop_file.replace(aside)
+    except FileNotFoundError:
+        return
+    reason = reason_in(aside)
+    if reason is not None and unless(reason):
+        aside.replace(run.stop_file)
+    else:
+        aside.unlink(missing_ok=True)
 
 
 def requested_stop(run: RunDirectory) -> str | None:

@@ -64,7 +64,7 @@ def test_a_page_of_a_run_changes_as_the_run_does(page, server, run):
     train(run, 1, 31, 60)
     say(run, "running", 60)
     page.until(f"document.querySelector('#training path.line').getAttribute('d') !== {before!r}")
-    assert "60" in page.evaluate("document.getElementById('head').textContent")
+    page.until("document.getElementById('head').textContent.includes('60')")
     assert abs(page.evaluate("document.getElementById('events').getBoundingClientRect().top") - place) < 2
     assert page.evaluate("document.querySelector('#reproduce details').open")
     say(run, "finished", 60)

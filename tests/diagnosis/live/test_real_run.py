@@ -42,7 +42,7 @@ def test_prometheus_and_a_browser_follow_a_run_from_its_start_to_its_failure(gra
         prometheus.until(lambda p: p.query('up{job="gradus"} == 1'))
         page.open(address)
         assert page.evaluate("document.querySelectorAll('#runs tbody tr').length") == 0
-        recipe = gradus.recipe(steps=400, exporters=["mlflow"], checkpoint={"every": 5})
+        recipe = gradus.recipe(steps=40_000, exporters=["mlflow"], checkpoint={"every": 5})
         train = gradus.start("train", recipe, "--nproc", "2", "--run-id", "r1", STEP_SECONDS="0.1")
         page.until("document.querySelectorAll('#runs tbody tr').length === 1")
         page.until("document.querySelector('#runs').textContent.includes('running')")
@@ -53,8 +53,8 @@ def test_prometheus_and_a_browser_follow_a_run_from_its_start_to_its_failure(gra
         prometheus.until(lambda p: p.query(f"gradus_run_step > {step['value'][1]}"))
         [seconds] = prometheus.until(lambda p: p.query("sum(gradus_run_step_seconds)"))
         assert float(seconds["value"][1]) > 0.09
-        assert len(prometheus.query("gradus_run_rank_own_seconds")) == 2
-        assert prometheus.query("gradus_host_cpu_utilisation_ratio")
+        prometheus.until(lambda p: len(p.query("gradus_run_rank_own_seconds")) == 2)
+        prometheus.until(lambda p: p.query("gradus_host_cpu_utilisation_ratio"))
         page.evaluate("document.querySelector('#runs a').click()")
         page.until("document.querySelector('#training path.line') !== null")
         before = page.evaluate("document.querySelector('#training path.line').getAttribute('d')")

@@ -14,6 +14,7 @@ from gradus.launcher.ledger import read_ledger
 from gradus.launcher.slurm import job
 from gradus.launcher.slurm.allocation import Allocation
 from gradus.launcher.slurm.description import DESCRIPTION_FILE, JobDescription
+from gradus.launcher.verdict import is_of_people
 from gradus.record.directory import RunDirectory
 from gradus.record.outcome import write_outcome
 from gradus.record.status import State, Status, read_status, write_status
@@ -78,6 +79,17 @@ def test_of_a_job_that_slurm_has_put_back_its_output_says_that_it_was_preempted(
         "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-16T03:26:35 DUE TO PREEMPTION ***\n"
     )
     assert job._is_preempted(run, here, None)
+
+
+@pytest.mark.parametrize(("reason", "stays"), [("gradus runs stop", True), ("SIGUSR1", False)])
+def test_a_person_who_asks_while_an_attempt_is_being_made_is_heard(run: RunDirectory, reason: str, stays: bool) -> None:
+    request_stop(run, reason)
+    cluster = Cluster(name="c", nodes=1, cpu_cores=2, memory_gib=1)
+    write_attempt(run, cluster, detect_machine(), {}, is_new=is_of_people)
+    assert requested_stop(run) == (reason if stays else None)
+    write_attempt(run, cluster, detect_machine(), {})
+    assert requested_stop(run) is None
+    assert list(run.control.glob("answered*")) == []
 
 
 @pytest.mark.parametrize(("state", "total"), [("queued", 100), ("stopped", None)])

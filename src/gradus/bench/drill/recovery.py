@@ -43,6 +43,8 @@ def observe(run: RunDirectory, injected: Injected, patience_seconds: float, say:
     told: set[str] = set()
     rows_then, first_step_at = _rows(run, injected.attempt), None
     while True:
+        # Judged first: the step that it takes for recovery is then one that is seen below, too.
+        recovery = judged(run, injected)
         if first_step_at is None and (
             _rows(run) > _rows(run, injected.attempt) or _went_back(run, injected, rows_then)
         ):
@@ -52,7 +54,6 @@ def observe(run: RunDirectory, injected: Injected, patience_seconds: float, say:
             if line not in told:
                 told.add(line)
                 say(line)
-        recovery = judged(run, injected)
         if (
             recovery is not None
             and recovery.recovered

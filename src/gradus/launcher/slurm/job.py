@@ -62,7 +62,7 @@ def begin(run: RunDirectory) -> int:
         verdict = Verdict("hold", f"asked to stop by {asked!r} before any rank had started; it waits to be released")
         _say(verdict.reason)
         return _follow(run, here, verdict)
-    attempt = write_attempt(run, cluster, machine, files)
+    attempt = write_attempt(run, cluster, machine, files, is_new=is_of_people)  # it has come since we asked
     address, port = here.address(), free_from(rendezvous_port(here.job_id, attempt))
     events = EventWriter(run, f"launcher-attempt-{attempt}")
     events.write(
