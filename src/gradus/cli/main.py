@@ -11,7 +11,15 @@ from gradus.cli.bench import app as bench_app
 from gradus.cli.checkpoint import app as checkpoint_app
 from gradus.cli.cluster import app as cluster_app
 from gradus.cli.data import app as data_app
-from gradus.cli.options import JsonOption, ProfileOption, RunsOption, SetOption
+from gradus.cli.options import (
+    AcceptChangedDataOption,
+    JsonOption,
+    ProfileOption,
+    ResumeOption,
+    RunIdOption,
+    RunsOption,
+    SetOption,
+)
 from gradus.cli.output import print_error, print_json, run_command
 from gradus.schema.errors import EXIT_BAD_INPUT, EXIT_FAILED
 
@@ -51,8 +59,8 @@ def train(
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help="A cluster file. Default: this machine.")] = None,
     set_: SetOption = [],  # noqa: B006
-    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run.")] = None,
-    run_id: Annotated[str | None, typer.Option("--run-id", help="Name the run's folder.")] = None,
+    resume: ResumeOption = None,
+    run_id: RunIdOption = None,
     runs: RunsOption = "runs",
     debug: Annotated[bool, typer.Option("--debug", help="One rank in this process; a debugger works.")] = False,
     dry_run: Annotated[
@@ -66,9 +74,7 @@ def train(
         int,
         typer.Option("--retries", min=0, help="Start again so often in a row, if it fails without a new checkpoint."),
     ] = 0,
-    accept_changed_data: Annotated[
-        bool, typer.Option("--accept-changed-data", help="With --resume: go on, though the data is not what it was.")
-    ] = False,
+    accept_changed_data: AcceptChangedDataOption = False,
     profile: ProfileOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -134,16 +140,14 @@ def submit(
     exclude: Annotated[str | None, typer.Option("--exclude", "-x", help="Nodes that must not be.")] = None,
     begin: Annotated[str | None, typer.Option("--begin", "-b", help="Not before: 20:00, now+1hour.")] = None,
     exclusive: Annotated[bool, typer.Option("--exclusive", help="Share the nodes with nobody.")] = False,
-    resume: Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run.")] = None,
-    run_id: Annotated[str | None, typer.Option("--run-id", help="Name the run's folder.")] = None,
+    resume: ResumeOption = None,
+    run_id: RunIdOption = None,
     runs: RunsOption = "runs",
     preflight: Annotated[bool, typer.Option("--preflight", help="Test the nodes before the run begins.")] = False,
     retries: Annotated[
         int, typer.Option("--retries", min=0, help="Attempts in a row that may fail without a new checkpoint.")
     ] = 3,
-    accept_changed_data: Annotated[
-        bool, typer.Option("--accept-changed-data", help="With --resume: go on, though the data is not what it was.")
-    ] = False,
+    accept_changed_data: AcceptChangedDataOption = False,
     profile: ProfileOption = None,
     json: JsonOption = False,
 ) -> None:

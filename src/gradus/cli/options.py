@@ -17,3 +17,8 @@ ProfileOption = Annotated[
         help="Record a trace of some steps: steps=5,from=10,ranks=0,stacks,memory.",
     ),
 ]
+ResumeOption = Annotated[str | None, typer.Option("--resume", metavar="RUN", help="Go on with a run.")]
+RunIdOption = Annotated[str | None, typer.Option("--run-id", help="Name the run's folder.")]
+AcceptChangedDataOption = Annotated[
+    bool, typer.Option("--accept-changed-data", help="With --resume: go on, though the data is not what it was.")
+]

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradus.record import strict_json
+from gradus.record.directory import RunDirectory
 from gradus.record.problem import OnProblem, report_on_stderr
+
+
+def log_in_folder(run: RunDirectory, folder: str, name: str, what: str, on_problem: OnProblem) -> AppendLog:
+    """A log `folder/name.jsonl` of a run. Whatever becomes of it, training goes on; `what` is then missing."""
+    path = run.path / folder
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        on_problem(f"{path}: cannot make it ({error.strerror}); {what} not written down")
+    return AppendLog(path / f"{name}.jsonl", on_problem, keep=256)
 
 
 class AppendLog:

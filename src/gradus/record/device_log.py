@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from pydantic import ValidationError
 
-from gradus.record.append_log import AppendLog
+from gradus.record.append_log import log_in_folder
 from gradus.record.directory import RunDirectory
 from gradus.record.few_lines import few_lines, share_of_lines
 from gradus.record.problem import OnProblem, report_on_stderr
@@ -18,15 +18,10 @@ FOLDER = "devices"
 
 
 class DeviceLog:
-    """The file of one node. Whatever becomes of it, training goes on."""
+    """The file of one node."""
 
     def __init__(self, run: RunDirectory, node: str, on_problem: OnProblem = report_on_stderr) -> None:
-        folder = run.path / FOLDER
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            on_problem(f"{folder}: cannot make it ({error.strerror}); devices are not written down")
-        self._log = AppendLog(folder / f"{node}.jsonl", on_problem, keep=256)
+        self._log = log_in_folder(run, FOLDER, node, "devices are", on_problem)
 
     def write(self, sample: DeviceSample) -> None:
         self._log.write(sample.model_dump(exclude_none=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gradus.record.append_log import AppendLog
+from gradus.record.append_log import log_in_folder
 from gradus.record.directory import RunDirectory
 from gradus.record.few_lines import few_lines, share_of_lines
 from gradus.record.problem import OnProblem, report_on_stderr
@@ -17,15 +17,10 @@ FOLDER = "timings"
 
 
 class TimingLog:
-    """The file of one rank. Whatever becomes of it, training goes on."""
+    """The file of one rank."""
 
     def __init__(self, run: RunDirectory, rank: int, on_problem: OnProblem = report_on_stderr) -> None:
-        folder = run.path / FOLDER
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            on_problem(f"{folder}: cannot make it ({error.strerror}); where time goes is not written down")
-        self._log = AppendLog(folder / f"rank-{rank}.jsonl", on_problem, keep=256)
+        self._log = log_in_folder(run, FOLDER, f"rank-{rank}", "where time goes is", on_problem)
 
     def write(self, breakdown: Breakdown) -> None:
         self.write_document(breakdown.model_dump(exclude_none=True))
