@@ -41,12 +41,13 @@ def test_loaders_that_were_left_out_say_why_and_the_best_is_named(capsys):
         {"micro_batch": 8, "workers": 0, "samples_per_second": 1234.0, "spread": 0.1, "first_batch_seconds": 0.123},
         {"micro_batch": 8, "workers": 2, "samples_per_second": None, "spread": None, "first_batch_seconds": None},
     ]
-    summary = {"best_workers": 0, "micro_batch": 8, "plan_workers": 2, "plan_workers_reason": "plan.workers"}
+    summary = {"best_workers": 0, "micro_batch": 8, "plan_micro_batch": 16, "plan_workers": 2}
+    summary["plan_workers_reason"] = "plan.workers"
     print_loader(BenchResult("loader", "Loading", {"data": "digits", "cores": 2}, rows, summary))
     out = capsys.readouterr().out.splitlines()
     assert out[2].split() == ["8", "0", "1,234", "±5%", "0.12"]
     assert "not tried" in out[3]
-    assert out[4] == "best: plan.workers=0 with micro-batches of 8"
+    assert out[4] == "best: plan.workers=0 with micro-batches of 8, which is nearest to the plan's 16"
     assert out[5] == "a run would use 2 (plan.workers)"
 
 

@@ -61,5 +61,7 @@ def print_loader(result: BenchResult) -> None:
             f"{row['first_batch_seconds']:>16.2f}"
         )
     found = result.summary
-    print(f"best: plan.workers={found['best_workers']} with micro-batches of {found['micro_batch']}")
+    size, planned = found["micro_batch"], found["plan_micro_batch"]
+    which = "as the plan has them" if size == planned else f"which is nearest to the plan's {planned}"
+    print(f"best: plan.workers={found['best_workers']} with micro-batches of {size}, {which}")
     print(f"a run would use {found['plan_workers']} ({found['plan_workers_reason']})")
