@@ -82,7 +82,14 @@ class Supervisor:
         return process.pid
 
     def _kill(self, name: str) -> int:
-        """SIGKILL to a daemon and all that runs on its node: what a power cut does to it."""
+        """SIGKILL to a daemon and all that runs on its node: what a power cut does to it.
+
+        All are stopped first, so that none lives to tell Slurm that another has died.
+        """
+        stopped: set[int] = set()
+        while more := members_of(name) - stopped:
+            _signal_all(more, signal.SIGSTOP)
+            stopped |= more
         killed = 0
         while members := members_of(name):
             killed += _kill_all(members)
@@ -116,12 +123,16 @@ class Supervisor:
         return {pid for pid in living() if _name(pid) in CLIENTS and told in _environment(pid)} - {self.owner}
 
 
-def _kill_all(pids: set[int]) -> int:
+def _signal_all(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         except ProcessLookupError:
             continue
+
+
+def _kill_all(pids: set[int]) -> int:
+    _signal_all(pids, signal.SIGKILL)
     time.sleep(0.01)  # for the kernel to end them: what is still there is killed once more
     return len(pids)
 
