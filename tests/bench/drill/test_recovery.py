@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from gradus.bench.drill.injections import Injected
-from gradus.bench.drill.recovery import judged
+from gradus.bench.drill.recovery import judged, observe
 from gradus.record.directory import RunDirectory
 from gradus.record.events import EventWriter
 from gradus.record.status import Status, write_status
@@ -35,3 +35,18 @@ def test_steps_on_the_way_to_a_stop_are_no_recovery_but_the_first_new_one_of_the
     recovery = judged(run, injected)
     assert recovery is not None
     assert (recovery.recovered, recovery.lost_steps) == (True, 0)
+
+
+def test_a_first_step_that_comes_while_events_are_told_has_its_time(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "drilled")
+    write_status(run, Status("running", attempt=2))
+    injected = Injected("preempt", "SIGTERM", time.time(), step=7, attempt=1)
+    for step in range(1, 8):
+        log_step(run, 1, step)
+    events = EventWriter(run, "rank-0-attempt-2")
+    events.write("start", attempt=2, step=7)
+    events.close()
+    recovery = observe(run, injected, 60, say=lambda line: log_step(run, 2, 8))
+    assert recovery.recovered
+    assert recovery.seconds_to_first_step is not None
+    assert recovery.seconds_to_first_step == recovery.seconds_to_catch_up

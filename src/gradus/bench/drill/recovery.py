@@ -43,8 +43,6 @@ def observe(run: RunDirectory, injected: Injected, patience_seconds: float, say:
     told: set[str] = set()
     rows_then, first_step_at = _rows(run, injected.attempt), None
     while True:
-        # Judged first: the step that it takes for recovery is then one that is seen below, too.
-        recovery = judged(run, injected)
         if first_step_at is None and (
             _rows(run) > _rows(run, injected.attempt) or _went_back(run, injected, rows_then)
         ):
@@ -54,13 +52,11 @@ def observe(run: RunDirectory, injected: Injected, patience_seconds: float, say:
             if line not in told:
                 told.add(line)
                 say(line)
-        if (
-            recovery is not None
-            and recovery.recovered
-            and recovery.lost_steps is not None
-            and first_step_at is not None
-        ):
-            return replace(recovery, seconds_to_first_step=first_step_at - injected.at)
+        recovery = judged(run, injected)
+        if recovery is not None and recovery.recovered and recovery.seconds_to_catch_up is not None:
+            # The step may have come since it was looked for: then it is the one that caught up.
+            to_first = recovery.seconds_to_catch_up if first_step_at is None else first_step_at - injected.at
+            return replace(recovery, seconds_to_first_step=to_first)
         if recovery is not None:
             return recovery
         if time.monotonic() > give_up_at:
