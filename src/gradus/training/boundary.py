@@ -28,7 +28,7 @@ from gradus.training.profiling import profiling_of
 from gradus.training.readback import PendingNumbers, StepNumbers
 from gradus.training.rollback import GoBack
 
-LEAST_LEAD_SECONDS = 5.0  # before the end of a job: for what a run does after its last checkpoint
+LEAST_LEAD_SECONDS = 10.0  # before the end of a job: to leave after the last checkpoint, which took 4 s on busy cores
 PREPARE_STEPS = 50  # before a checkpoint that is due by steps, memory for its copy is made
 MOST_SKIPPED_STEPS = 40  # in a row: the loss scale starts at 2**16, and halving it so often leaves nothing
 
