@@ -76,7 +76,7 @@ def test_steps_of_a_foreign_script_are_those_of_its_optimizer(gradus: Gradus) ->
             PYTHONPATH=str(gradus.folder / "site"),
             NOTE=str(note),
         )
-        if "was killed by SIGABRT" not in done.err:  # torch's own threads abort now and then
+        if "was killed by SIGABRT" not in done.err:  # torch 2.13 does at exit, without gradus as well
             break
     assert done.code == 0, done.err
     assert note.read_text() == "was run", "a sitecustomize of the user's own is not lost"
