@@ -9,6 +9,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradus.launcher.torchrun import free_port
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -133,16 +135,8 @@ scheduler:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at, below those that the kernel gives to outgoing connections."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    found: list[int] = []
+    """Different ones that nobody listens at."""
+    found: set[int] = set()
     while len(found) < count:
-        port = random.randrange(10000, max(lowest, 20000))
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        if port not in found:
-            found.append(port)
-    return found
+        found.add(free_port())
+    return list(found)
