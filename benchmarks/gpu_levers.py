@@ -26,14 +26,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models import catalogue
 from gradus.training import chunked_loss
-from gradus.training.compilation import compile_model, set_apart
+from gradus.training.compilation import parts_to_compile, set_apart
 from gradus.training.loss_placement import chunk_loss
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROUNDS = 3
 ADD_PRODUCT = chunked_loss.add_product
-LONGEST = 25  # kernels that are written down by name
+CHEAP_BANS = (
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+    "ban_recompute_materialized_backward",
+)
+LONGEST = 40  # kernels that are written down by name
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,9 @@ class Variant:
     graph: bool = False  # the whole step, optimizer and all, is one CUDA graph
     kernel: bool = False  # of our own, for the loss of a chunk (loss_kernel.py)
     budget: float = 1.0  # of the memory for activations that compiled code would keep: the rest it computes again
+    cheap: bool = False  # compiled code computes again whatever is no product or attention
+    one_pass: bool = False  # the optimizer is one kernel that reads gradients of 16 bits
+    all_convolutions: bool = False  # cuDNN tries every algorithm that it has, not ten
 
 
 PLAIN = Variant("as peers do it")
@@ -106,29 +114,35 @@ OF_ANY = (
     Variant("max-autotune", mode="max-autotune-no-cudagraphs"),
     Variant("the whole step as one graph", graph=True),
 )
+_KERNEL = {"loss_chunks": 4, "kernel": True, "weights": torch.bfloat16}
+_TUNED = {"coordinate_descent_tuning": True}
 OF_TEXT = (
-    Variant("cuDNN attention", attention=CUDNN),
     Variant("loss in 4 chunks", loss_chunks=4),
-    Variant("loss in 16 chunks", loss_chunks=16),
     Variant("bf16 weights", weights=torch.bfloat16),
-    Variant("kernel for the loss, 4 chunks", loss_chunks=4, kernel=True),
-    Variant("kernel for the loss, 4 chunks, bf16 weights", loss_chunks=4, kernel=True, weights=torch.bfloat16),
+    Variant("kernel", **_KERNEL),
+    Variant("kernel, one pass", **_KERNEL, one_pass=True),
+    Variant("kernel, one pass, cheap", **_KERNEL, one_pass=True, cheap=True),
+    Variant("kernel, one pass, cheap, graph", **_KERNEL, one_pass=True, cheap=True, graph=True),
+    Variant("kernel, one pass, cheap, blocks", **_KERNEL, one_pass=True, cheap=True, compiled="blocks"),
     Variant(
-        "kernel for the loss, 4 chunks, bf16 weights, 0.8 of the activations",
-        loss_chunks=4,
-        kernel=True,
-        weights=torch.bfloat16,
-        budget=0.8,
+        "kernel, one pass, cheap, blocks, tuned",
+        **_KERNEL,
+        one_pass=True,
+        cheap=True,
+        compiled="blocks",
+        options=_TUNED,
     ),
+    Variant("kernel, 1 chunk", **_KERNEL | {"loss_chunks": 1}, one_pass=True, cheap=True),
     Variant("half of the activations", budget=0.5),
-    Variant("cuDNN, half of the activations", attention=CUDNN, budget=0.5),
-    Variant("cuDNN, 8 chunks, bf16 weights", attention=CUDNN, loss_chunks=8, weights=torch.bfloat16),
-    Variant("cuDNN, 8 chunks, half of the activations", attention=CUDNN, loss_chunks=8, budget=0.5),
 )
 OF_IMAGES = (
     Variant("1×1 convolutions as products", options={"conv_1x1_as_mm": True}),
     Variant("1×1 convolutions as products, tuned", options={"conv_1x1_as_mm": True, "max_autotune_gemm": True}),
     Variant("reduce-overhead", mode="reduce-overhead"),
+    Variant("every algorithm of cuDNN", all_convolutions=True),
+    Variant("every algorithm of cuDNN, graph", all_convolutions=True, graph=True),
+    Variant("bf16 weights", weights=torch.bfloat16),
+    Variant("bf16 weights, cheap", weights=torch.bfloat16, cheap=True),
 )
 OF_TINY = (
     Variant("not compiled", compiled="nothing"),
@@ -168,25 +182,35 @@ class Training:
         self.masters = list(self.model.parameters())
         if variant.weights != torch.float32:
             self.masters = [p.detach().clone().requires_grad_() for p in self.masters]
-            self.model.to(variant.weights)
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=3e-4, weight_decay=0.1, fused=True, capturable=variant.graph and CUDA
-        )
+            narrow(self.model, variant.weights)
+        self.optimizer = self._optimizer(capturable=variant.graph and CUDA)
         self.samples = work.samples(8 if work.text else 2)
         torch._functorch.config.activation_memory_budget = variant.budget
+        for ban in CHEAP_BANS:
+            setattr(torch._functorch.config, ban, not variant.cheap)
+        torch.backends.cudnn.benchmark_limit = 0 if variant.all_convolutions else 10
         self.forward = self._compiled()
         self._graphed = self._captured() if variant.graph and CUDA else None
 
+    def _optimizer(self, capturable: bool) -> torch.optim.Optimizer:
+        if self.variant.one_pass and CUDA:
+            from gradus.training.one_pass_adamw import OnePassAdamW
+
+            return OnePassAdamW(self.masters, lr=3e-4, weight_decay=0.1)
+        return torch.optim.AdamW(self.masters, lr=3e-4, weight_decay=0.1, fused=True, capturable=capturable)
+
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
         variant, on = self.variant, CUDA and self.variant.compiled != "nothing"
-        if variant.loss_chunks > 1:
+        if variant.loss_chunks > 1 or variant.kernel:
             chunk_loss(self.model, variant.loss_chunks, None, None)
         if variant.kernel and CUDA:
             use_loss_kernel(self.model)
         if not on:
             return self._whole
         if variant.compiled == "blocks":
-            compile_model(self.model)
+            for part in parts_to_compile(self.model):
+                part.compile(dynamic=False, options=variant.options or None)
+            set_apart(self.model)
             return self._whole
         how: dict[str, Any] = {"mode": variant.mode} if variant.mode else {}
         how |= {"options": variant.options} if variant.options else {}
@@ -215,6 +239,9 @@ class Training:
 
     def _update(self) -> None:
         used = list(self.model.parameters())
+        if self.variant.one_pass and CUDA:
+            self._update_in_one_pass(used)
+            return
         if self.variant.weights != torch.float32:
             for master, parameter in zip(self.masters, used, strict=True):
                 master.grad = parameter.grad.float() if parameter.grad is not None else None
@@ -225,6 +252,15 @@ class Training:
         if self.variant.weights != torch.float32:
             with torch.no_grad():
                 torch._foreach_copy_(used, self.masters)
+
+    def _update_in_one_pass(self, used: list[nn.Parameter]) -> None:
+        gradients = {m: p.grad for m, p in zip(self.masters, used, strict=True) if p.grad is not None}
+        norms = torch._foreach_norm(list(gradients.values()), 2, torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        narrow = dict(zip(self.masters, used, strict=True))
+        self.optimizer.update(gradients, narrow, torch.clamp(1.0 / (norm + 1e-6), max=1.0))  # type: ignore[attr-defined]
+        for parameter in used:
+            parameter.grad = None
 
     def _captured(self) -> Callable[[Tensor, Tensor], Tensor]:
         """A step that is launched as a whole: inputs are copied to where the graph reads them."""
@@ -238,6 +274,8 @@ class Training:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             loss = self._step(inputs, targets)
+        if self.variant.one_pass:
+            self.optimizer.settle()  # type: ignore[attr-defined]
 
         def replay(new_inputs: Tensor, new_targets: Tensor) -> Tensor:
             inputs.copy_(new_inputs)
@@ -248,10 +286,21 @@ class Training:
         return replay
 
 
+def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """All but batch norms, whose kernels want their weights as wide as their statistics."""
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+
+
 def use_loss_kernel(model: nn.Module) -> None:
     from loss_kernel import KernelOfLoss, add_product
 
-    chunked_loss.add_product = add_product
+    total, of = torch.zeros(16, 16, device=DEVICE), torch.ones(16, 16, device=DEVICE, dtype=torch.bfloat16)
+    with contextlib.suppress(RuntimeError):  # of a torch that cannot add products of 16 bits in 32
+        add_product(total, of, of)
+        chunked_loss.add_product = add_product
     for module in model.modules():
         if isinstance(module, chunked_loss.ChunkedLoss):
             module.part = KernelOfLoss()
@@ -354,7 +403,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", choices=WORKS, default="gpt2")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--only", nargs="+", help="Variants whose names have one of these words in them.")
+    parser.add_argument("--only", nargs="+", help="Variants of these names, besides the first.")
+    parser.add_argument("--warm", action="store_true", help="One step of each, which fills the compiler's caches.")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(arguments)
     work = WORKS[asked.work]
@@ -362,7 +412,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work = replace(work, settings=work.small, batch=4, steps=2)
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    wanted = [one for one in variants_of(asked.work) if asked.only is None or any(w in one.name for w in asked.only)]
+    wanted = [one for one in variants_of(asked.work) if asked.only is None or one.name in asked.only]
+    if asked.warm:
+        for variant in wanted:
+            Training(work, variant).step(0)
+        return
     found: list[Measured] = []
     for variant in (PLAIN, *(one for one in wanted if one != PLAIN), replace(PLAIN, name="as peers do it, again")):
         try:

@@ -121,6 +121,7 @@ class Plan(BaseModel):
     context_attention: Literal["auto", "gather", "ring"] = "auto"  # auto: ring on CUDA, gathered keys and values else
     fp8_scaling: Scaling = "tensor"  # what shares one scale; for precision fp8
     compile: bool = False
+    cuda_graph: bool = False  # on one GPU: forward, backward and update are each launched as a whole
     offload: Literal["none", "cpu"] = "none"  # where sharded parameters and optimizer state live
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = 0  # processes that load data; auto: each rank measures
     checkpoint_every: Interval = "10m"
