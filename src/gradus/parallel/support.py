@@ -15,6 +15,7 @@ from gradus.schema.plan import Plan
 
 Rule = Callable[[Case], InputError | None]
 
+GRAPHED_OPTIMIZERS = ("adamw", "sgd")  # torch's kernels of which read the learning rate on the device
 FP8_CAPABILITY = {"tensor": (8, 9), "row": (8, 9), "block": (9, 0), "mx": (10, 0)}
 
 
@@ -171,6 +172,38 @@ def _narrow_weights(case: Case) -> InputError | None:
     return refused("plan.narrow_weights", "true", why, allowed="false", hint=f"use {hint}")
 
 
+# --- launching
+
+
+def _cuda_graph(case: Case) -> InputError | None:
+    plan, recipe = case.plan, case.recipe
+    if not plan.cuda_graph:
+        return None
+    hint = "plan.cuda_graph=false"
+    if not case.on_gpus:
+        why = "there is no GPU, and a CPU launches nothing"
+    elif plan.mesh.world_size > 1:
+        why = f"the mesh has {plan.mesh.world_size} ranks: what they send each other is not a part of a recorded step"
+    elif plan.accumulate > 1:
+        why = f"accumulate is {plan.accumulate}, and a recorded step has one micro-batch"
+        hint = f"plan.micro_batch={plan.micro_batch * plan.accumulate}"
+    elif plan.offload != "none" or plan.activation_offload:
+        why = "what is offloaded is waited for by the host"
+    elif plan.precision == "fp16":
+        why, hint = "loss scaling decides anew in each step", "plan.precision=bf16"
+    elif recipe.optimizer.use not in GRAPHED_OPTIMIZERS:
+        why = f"the optimizer is {recipe.optimizer.use}, whose learning rate would be recorded with it"
+    elif recipe.on_nan == "skip":
+        why, hint = "on_nan is skip: whether a step counts is decided anew in each", "on_nan=stop"
+    elif recipe.anomaly:
+        why, hint = "anomaly mode looks at every number on the host", "anomaly=false"
+    elif case.model.experts:
+        why = f"{case.model.name} sends as many tokens to an expert as come, so that each step has other shapes"
+    else:
+        return None
+    return refused("plan.cuda_graph", "true", why, allowed="false", hint=f"use {hint}")
+
+
 # --- gradients
 
 
@@ -311,6 +344,7 @@ RULES: dict[str, Rule] = {
     "channels_last, sharded": _channels_last_sharded,
     "loss_chunks, tensor": _loss_chunks_tensor,
     "narrow_weights": _narrow_weights,
+    "cuda_graph": _cuda_graph,
     "synchronise_every, not only replicas": _local_steps,
     "synchronise_every, compression": _compressed_local_steps,
     "synchronise_every, fp16": _fp16_local_steps,

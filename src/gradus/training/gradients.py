@@ -40,7 +40,7 @@ def total_norm(tensors: Sequence[tuple[Tensor, Tensor]], world: World, *, uncoun
     values = [local(tensor) for _, tensor in tensors]
     divided = any(isinstance(parameter, DTensor) for parameter, _ in tensors)
     if not divided and world.mesh.pipeline == 1:  # every rank has everything
-        return get_total_norm(values)
+        return _norm(values)
     # Each element counts once: on each of the ranks that hold it, with its share.
     holders = world.size // world.mesh.pipeline
     by_share: dict[float, list[Tensor]] = {}
@@ -49,14 +49,26 @@ def total_norm(tensors: Sequence[tuple[Tensor, Tensor]], world: World, *, uncoun
             by_share.setdefault(_parts(parameter) / holders, []).append(value)
     square = torch.zeros((), dtype=torch.float64, device=world.device)
     for share, alike in by_share.items():
-        square += share * get_total_norm(alike).to(world.device, torch.float64) ** 2
+        square += share * _norm(alike).to(world.device, torch.float64) ** 2
     dtype = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize, default=torch.float64)
     return world.sum_(square).sqrt().to(dtype)
 
 
-def clip(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
-    """Scale local gradients down, in place, so that the norm of the whole is at most `limit`. As torch clips."""
-    scale(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """As torch takes it; but the norms of tensors of 16 bits are not rounded before they are put together."""
+    narrow = [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
+    if not narrow:
+        return get_total_norm(tensors)
+    norms = torch._foreach_norm(narrow, 2.0, torch.float32)
+    wide = [tensor for tensor in tensors if tensor.dtype not in (torch.bfloat16, torch.float16)]
+    parts = torch.stack([*norms, *([get_total_norm(wide).float()] if wide else [])])
+    norm: Tensor = torch.linalg.vector_norm(parts)
+    return norm
+
+
+def clipping(limit: float, norm: Tensor) -> Tensor:
+    """What gradients are multiplied with so that the norm of the whole is at most `limit`. As torch clips."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 def scale(gradients: Sequence[Tensor], factor: Tensor) -> None:

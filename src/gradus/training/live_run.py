@@ -60,6 +60,7 @@ from gradus.training.building import open_data
 from gradus.training.described import Described, described_model
 from gradus.training.evaluation import Measure, evaluate
 from gradus.training.float8 import Float8Layers, choose_layers
+from gradus.training.graphed_step import GraphedStep
 from gradus.training.hooks import Hooks
 from gradus.training.loss_placement import chunk_loss, may_chunk
 from gradus.training.objective import Objective
@@ -265,7 +266,8 @@ class LiveRun:
         self.model = unwrapped(wrapped)
         if optimizer is not None:
             rebind(optimizer, names, self.model)
-        self.optimizer = optimizer or build_optimizer(self.model, recipe.optimizer)
+        narrow = plan.narrow_weights and world.device.type == "cuda"
+        self.optimizer = optimizer or build_optimizer(self.model, recipe.optimizer, narrow_weights=narrow)
         if steps_alone:
             self.local_sgd = LocalSGD(self.model, self.optimizer, world, plan.synchronise_every, plan.bucket_mib)
         if isinstance(wrapped, StagesHere):
@@ -284,7 +286,7 @@ class LiveRun:
             )
             self.step.own = self.watch.own
             return
-        self.step = TrainingStep(
+        self.step = (GraphedStep if plan.cuda_graph else TrainingStep)(
             wrapped,
             self.optimizer,
             self.objective,
@@ -298,7 +300,10 @@ class LiveRun:
             local_sgd=self.local_sgd,
             on_nan=recipe.on_nan,
             narrow_weights=plan.narrow_weights,
+            others_write_weights=bool(recipe.hooks) or self.objective is None,
         )
+        if isinstance(self.step, GraphedStep):
+            self.step.tell = lambda message: self.recorder.event("warning", message=message)
         self.step.own = self.watch.own
         self.watch.own.watch_gradients(self.step.model)
 

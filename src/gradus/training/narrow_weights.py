@@ -46,9 +46,17 @@ class NarrowWeights:
             self._copies[id(parameter)] = _Copy(parameter, narrow)
         return self._copies[id(parameter)]
 
-    def refresh(self) -> None:
-        """Round the parameters as they are now: before the first forward pass of a step."""
-        changed = [copy for copy in self._copies.values() if copy.of.requires_grad or copy.seen != _values(copy.of)]
+    def refresh(self, *, trained: bool = True) -> None:
+        """Round the parameters as they are now: before the first forward pass of a step.
+
+        Those that are trained in any case, or, where the optimizer writes the copies too, if something else changed
+        them.
+        """
+        changed = [
+            copy
+            for copy in self._copies.values()
+            if (trained and copy.of.requires_grad) or copy.seen != _values(copy.of)
+        ]
         with torch.no_grad():
             if changed:
                 torch._foreach_copy_([copy.narrow for copy in changed], [copy.of for copy in changed])
@@ -67,10 +75,22 @@ class NarrowWeights:
             module._parameters[name] = copy.of
         self._are_in = False
 
+    def copies(self) -> dict[Tensor, Tensor]:
+        """The narrow weights of the parameters that are trained."""
+        return {copy.of: copy.narrow for copy in self._copies.values() if copy.of.requires_grad}
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters and the gradients of their copies."""
+        return [(copy.of, copy.narrow.grad) for copy in self._copies.values() if copy.narrow.grad is not None]
+
+    def clear_gradients(self) -> None:
+        for copy in self._copies.values():
+            copy.narrow.grad = None
+
     def hand_over_gradients(self) -> None:
         """Those of the copies become the parameters' own, added to what is there of earlier micro-batches."""
         with torch.no_grad():
-            used = [(copy.of, copy.narrow.grad) for copy in self._copies.values() if copy.narrow.grad is not None]
+            used = [(copy.of, gradient) for copy in self._copies.values() if (gradient := copy.narrow.grad) is not None]
             first = [(parameter, gradient) for parameter, gradient in used if parameter.grad is None]
             added = [(parameter.grad, gradient) for parameter, gradient in used if parameter.grad is not None]
             wide = [torch.empty_like(parameter) for parameter, _ in first]
@@ -80,8 +100,7 @@ class NarrowWeights:
                 parameter.grad = gradient
             for total, gradient in added:
                 total.add_(gradient)
-        for copy in self._copies.values():
-            copy.narrow.grad = None
+        self.clear_gradients()
 
 
 def _values(parameter: Tensor) -> tuple[int, int]:

@@ -8,19 +8,21 @@ place of 52. Its state is that of torch's AdamW.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 PART, BLOCK, WARPS = 8192, 1024, 8  # numbers of a program, and at once: four to a thread
 
 
 @triton.jit
-def _updated(gradient, weight, first, second, lr, decay, left1, left2, correction1, correction2, eps):  # type: ignore[no-untyped-def]
+def _updated(  # type: ignore[no-untyped-def]
+    gradient, weight, first, second, lr, decay, left1, left2, correction1, correction2, eps
+):
     weight -= lr * decay * weight
     first += left1 * (gradient - first)
     second += left2 * (gradient * gradient - second)
@@ -28,7 +30,7 @@ def _updated(gradient, weight, first, second, lr, decay, left1, left2, correctio
     return weight, first, second
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _update(  # type: ignore[no-untyped-def]
     addresses,
     sizes,
@@ -45,6 +47,8 @@ def _update(  # type: ignore[no-untyped-def]
     tensors,
     GRADIENT: tl.constexpr,
     NARROW: tl.constexpr,
+    HAS_NARROW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -57,13 +61,13 @@ def _update(  # type: ignore[no-untyped-def]
     start = tl.load(starts + part).to(tl.int64) * PART
     size = tl.load(sizes + owner)
     addresses += owner
-    # Tensors begin at multiples of 16 bytes: without knowing it, the compiler reads one number at a time.
-    gradients = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(GRADIENT)), 16)
-    weights = tl.multiple_of(tl.load(addresses + tensors).to(tl.pointer_type(tl.float32)), 16)
-    firsts = tl.multiple_of(tl.load(addresses + 2 * tensors).to(tl.pointer_type(tl.float32)), 16)
-    seconds = tl.multiple_of(tl.load(addresses + 3 * tensors).to(tl.pointer_type(tl.float32)), 16)
+    # Without knowing that tensors begin at multiples of 16 bytes, the compiler reads one number at a time.
+    gradients = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(GRADIENT)), ALIGNED)
+    weights = tl.multiple_of(tl.load(addresses + tensors).to(tl.pointer_type(tl.float32)), ALIGNED)
+    firsts = tl.multiple_of(tl.load(addresses + 2 * tensors).to(tl.pointer_type(tl.float32)), ALIGNED)
+    seconds = tl.multiple_of(tl.load(addresses + 3 * tensors).to(tl.pointer_type(tl.float32)), ALIGNED)
     step = tl.load(tl.load(addresses + 4 * tensors).to(tl.pointer_type(tl.float32)))
-    narrow = tl.multiple_of(tl.load(addresses + 5 * tensors).to(tl.pointer_type(NARROW)), 16)
+    narrow = tl.multiple_of(tl.load(addresses + 5 * tensors).to(tl.pointer_type(NARROW)), ALIGNED)
     correction1 = (1 - tl.exp((step * log_beta1).to(tl.float64))).to(tl.float32)
     correction2 = (1 - tl.exp((step * log_beta2).to(tl.float64))).to(tl.float32)
     lr = tl.load(lr_pointer)
@@ -87,7 +91,8 @@ def _update(  # type: ignore[no-untyped-def]
             tl.store(weights + at, weight)
             tl.store(firsts + at, first)
             tl.store(seconds + at, second)
-            tl.store(narrow + at, weight.to(NARROW))
+            if HAS_NARROW:
+                tl.store(narrow + at, weight.to(NARROW))
     else:
         for block in range(PART // BLOCK):
             at = start + block * BLOCK + tl.arange(0, BLOCK)
@@ -108,16 +113,18 @@ def _update(  # type: ignore[no-untyped-def]
             tl.store(weights + at, weight, mask=inside)
             tl.store(firsts + at, first, mask=inside)
             tl.store(seconds + at, second, mask=inside)
-            tl.store(narrow + at, weight.to(NARROW), mask=inside)
+            if HAS_NARROW:
+                tl.store(narrow + at, weight.to(NARROW), mask=inside)
 
 
 _NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class _Table:
-    """The tensors of one parameter group, as the kernel finds them."""
+    """Tensors of one parameter group that are updated alike, as the kernel finds them."""
 
-    def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        device = parameters[0].device
         sizes = [parameter.numel() for parameter in parameters]
         parts = [(number, start) for number, size in enumerate(sizes) for start in range(math.ceil(size / PART))]
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
@@ -125,43 +132,49 @@ class _Table:
         self.starts = torch.tensor([start for _, start in parts], dtype=torch.int32, device=device)
         self.addresses = torch.empty(6, len(sizes), dtype=torch.int64, device=device)
         self.lr = torch.empty((), dtype=torch.float32, device=device)
-        self.known: list[list[int]] = []  # what `addresses` holds, or will hold when a capture has ended
+        self.known: list[list[int]] = []  # what `addresses` holds, or will hold when a recording has ended
 
     def point_at(self, columns: Sequence[Sequence[Tensor]]) -> None:
-        """While a graph is captured nothing runs, so that the addresses are written when it has ended (`settle`)."""
+        """While a graph is recorded nothing runs, so that addresses are written when it has ended (`settle`)."""
         found = [[tensor.data_ptr() for tensor in column] for column in columns]
-        if found == self.known:
-            return
-        self.known = found
-        if not (self.addresses.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.settle()
+        if found != self.known:
+            self.known = found
+            if not _recording(self.lr):
+                self.settle()
+
+    @property
+    def aligned(self) -> bool:
+        return all(address % 16 == 0 for number, column in enumerate(self.known) if number != 4 for address in column)
 
     def settle(self) -> None:
-        self.addresses.copy_(torch.tensor(self.known, dtype=torch.int64))
+        known = torch.tensor(self.known, dtype=torch.int64)
+        self.addresses.copy_(known.pin_memory() if self.addresses.is_cuda else known, non_blocking=True)
 
 
 class OnePassAdamW(torch.optim.AdamW):
     """torch's fused AdamW, and `update`, which does the same to parameters that a model has narrow copies of."""
 
+    updates_narrow_weights = True
+
     def __init__(self, params: Any, lr: float, **options: Any) -> None:
         super().__init__(params, lr=lr, fused=True, **options)
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[tuple[int, bool, bool], _Table] = {}
 
     @torch.no_grad()
-    def update(self, gradients: dict[Tensor, Tensor], narrow: dict[Tensor, Tensor], factor: Tensor) -> None:
-        """Apply `gradients`, each times `factor`, and round the new weights into `narrow`."""
+    def update(self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor], factor: Tensor) -> None:
+        """Apply `gradients`, each times `factor`, and round the new weights into those that are `narrow`."""
         for number, group in enumerate(self.param_groups):
             trained = [p for p in group["params"] if p in gradients]
-            if trained:
-                self._update_group(number, group, trained, gradients, narrow, factor)
+            for alike in ([p for p in trained if p in narrow], [p for p in trained if p not in narrow]):
+                if alike:
+                    self._update(number, alike, gradients, narrow, factor)
 
-    def _update_group(
+    def _update(
         self,
         number: int,
-        group: dict[str, Any],
-        trained: list[nn.Parameter],
-        gradients: dict[Tensor, Tensor],
-        narrow: dict[Tensor, Tensor],
+        trained: list[Tensor],
+        gradients: Mapping[Tensor, Tensor],
+        narrow: Mapping[Tensor, Tensor],
         factor: Tensor,
     ) -> None:
         for parameter in trained:
@@ -170,14 +183,18 @@ class OnePassAdamW(torch.optim.AdamW):
         states = [self.state[parameter] for parameter in trained]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        table = self._tables.get(number)
+        group, has_narrow = self.param_groups[number], trained[0] in narrow
+        # A recorded graph has a table of its own: steps between its launches have their gradients elsewhere.
+        key = (number, has_narrow, _recording(trained[0]))
+        table = self._tables.get(key)
         if table is None or len(table.sizes) != len(trained):
-            table = self._tables[number] = _Table(trained, trained[0].device)
+            table = self._tables[key] = _Table(trained)
         moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         mine = [gradients[p] for p in trained]
-        copies = [narrow[p] for p in trained]
+        copies = [narrow[p] if has_narrow else p for p in trained]
         table.point_at([mine, trained, *moments, steps, copies])
-        self._set_rate(group, table)
+        if not _recording(table.lr):
+            table.lr.fill_(group["lr"])
         beta1, beta2 = group["betas"]
         _update[(len(table.owners),)](
             table.addresses,
@@ -195,26 +212,28 @@ class OnePassAdamW(torch.optim.AdamW):
             len(trained),
             GRADIENT=_NAMES[mine[0].dtype],
             NARROW=_NAMES[copies[0].dtype],
+            HAS_NARROW=has_narrow,
+            ALIGNED=16 if table.aligned else 1,
             PART=PART,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
 
     def set_rates(self) -> None:
-        """The groups' learning rates, for an update that was captured in a graph."""
-        for number, group in enumerate(self.param_groups):
-            if number in self._tables:
-                self._tables[number].lr.fill_(group["lr"])
+        """The groups' learning rates, for an update that was recorded."""
+        for (number, _, recorded), table in self._tables.items():
+            if recorded:
+                table.lr.fill_(self.param_groups[number]["lr"])
 
     def settle(self) -> None:
-        """After an update was captured."""
-        for table in self._tables.values():
-            table.settle()
+        """After an update was recorded."""
+        for (_, _, recorded), table in self._tables.items():
+            if recorded:
+                table.settle()
 
-    @staticmethod
-    def _set_rate(group: dict[str, Any], table: _Table) -> None:
-        if not (table.lr.is_cuda and torch.cuda.is_current_stream_capturing()):
-            table.lr.fill_(group["lr"])
+
+def _recording(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _new_state(parameter: Tensor) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._triton import has_triton_package
 
 from gradus.parallel.pipeline import StagesHere
 from gradus.schema.callables import import_callable, is_import_path
@@ -15,14 +16,22 @@ from gradus.schema.patterns import matching
 from gradus.schema.recipe import OptimizerBlock
 from gradus.training.layerwise import Lamb, Lars
 
+_OF_ONE_PASS = {"betas", "eps"}
 LR_FACTOR = "lr_factor"  # in a parameter group: what the schedule's learning rate is multiplied with
 
 
-def build_optimizer(model: nn.Module, block: OptimizerBlock) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the parameters that are trained. The learning rate is set at every step."""
+def build_optimizer(model: nn.Module, block: OptimizerBlock, *, narrow_weights: bool = False) -> torch.optim.Optimizer:
+    """The recipe's optimizer over the parameters that are trained. The learning rate is set at every step.
+
+    `narrow_weights`: the model has copies of them in 16 bits, on a GPU, which some optimizers write as well.
+    """
     groups = parameter_groups(model, block)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in block.options.items()}
     try:
+        if narrow_weights and block.use == "adamw" and options.keys() <= _OF_ONE_PASS and has_triton_package():
+            from gradus.training.one_pass_adamw import OnePassAdamW  # which needs Triton
+
+            return OnePassAdamW(groups, lr=block.lr, **options)
         return _built(groups, block, options)
     except (TypeError, ValueError, IndexError) as error:
         raise InputError(f"optimizer: {block.use} refused its settings: {error}", field="optimizer") from error

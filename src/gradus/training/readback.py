@@ -94,19 +94,20 @@ class Readback:
         self._on_gpu = device.type == "cuda"
         self._slots: dict[tuple[int, torch.dtype], Iterator[tuple[Tensor, torch.cuda.Event]]] = {}
 
-    def start(self, summing: Summing | None = None, **numbers: Tensor | None) -> PendingNumbers:
-        """Send the numbers of this step on their way, those that there are, without waiting for them.
+    def start(self, numbers: Mapping[str, Tensor], summing: Summing | None = None) -> PendingNumbers:
+        """Send the numbers of this step on their way without waiting for them.
 
         With `summing`, loss sum and count are those over all ranks, and on their way there as well.
         """
-        known = {name: value for name, value in numbers.items() if value is not None}
-        values = torch.stack(list(known.values()))
+        return self.send(list(numbers), torch.stack(list(numbers.values())), summing)
+
+    def send(self, names: list[str], values: Tensor, summing: Summing | None = None) -> PendingNumbers:
         if not self._on_gpu:
-            return PendingNumbers(list(known), values, None, time.monotonic(), summing)
+            return PendingNumbers(names, values, None, time.monotonic(), summing)
         host, copied = next(self._slots_for(values))
         host.copy_(values, non_blocking=True)
         copied.record()
-        return PendingNumbers(list(known), host, copied, time.monotonic(), summing)
+        return PendingNumbers(names, host, copied, time.monotonic(), summing)
 
     def _slots_for(self, values: Tensor) -> Iterator[tuple[Tensor, torch.cuda.Event]]:
         key = (values.numel(), values.dtype)

@@ -19,7 +19,7 @@ from gradus.parallel.shard import reduce_gradients
 from gradus.parallel.tensor import part_of_sequence
 from gradus.parallel.world import World
 from gradus.training.accumulation import WideGradients
-from gradus.training.gradients import clip, local, scale, settle_gradients, total_norm
+from gradus.training.gradients import clipping, local, scale, settle_gradients, total_norm
 from gradus.training.guard import Guard
 from gradus.training.loss_scaling import LossScale, step_unless
 from gradus.training.narrow_weights import NarrowWeights
@@ -49,6 +49,7 @@ class TrainingStep:
         local_sgd: LocalSGD | None = None,  # then `world` is this rank alone
         on_nan: str = "stop",
         narrow_weights: bool = False,
+        others_write_weights: bool = True,  # hooks or an own loop may, where torch does not count it as a change
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -70,8 +71,14 @@ class TrainingStep:
         if self._wide is not None and not self._wide.needed:
             self._wide = None
         self._narrow = NarrowWeights(model, numbers.autocast) if narrow_weights and numbers.autocast else None
+        self._others_write_weights = others_write_weights
         self._experts = ExpertLoads(model, world)
         self._guard = Guard(model, world, skips=on_nan == "skip") if on_nan != "stop" else None
+        whole_updates = accumulate == 1 and self.loss_scale is None and not (self._guard and self._guard.skips)
+        self._one_pass = (
+            self._narrow is not None and whole_updates and getattr(optimizer, "updates_narrow_weights", False)
+        )
+        self._unscaled = torch.ones((), device=world.device) if self._one_pass else None
         self._uncounted: frozenset[Tensor] = frozenset()  # parameters that another pipeline stage has as well
         self._reduces_as_last: bool | None = None  # what FSDP2 was told to do with gradients
         self.own: OwnTime | None = None  # what this rank does by itself is timed there
@@ -99,7 +106,7 @@ class TrainingStep:
             self._guard.begin()
         if self._narrow is not None:
             if not self.under_way:
-                self._narrow.refresh()
+                self._refresh_narrow()
             self._narrow.put_in()
         padding = micro.samples == 0
         last = len(self._counts) == self.accumulate - 1
@@ -119,6 +126,10 @@ class TrainingStep:
             if explained is error:
                 raise
             raise explained from error
+
+    def _refresh_narrow(self) -> None:
+        assert self._narrow is not None
+        self._narrow.refresh(trained=not self._one_pass or self._others_write_weights)
 
     def abandon(self) -> None:
         """No backward will come for the last forward pass."""
@@ -147,7 +158,8 @@ class TrainingStep:
             scaled.backward()  # type: ignore[no-untyped-call]
         if self._narrow is not None:
             self._narrow.take_out()
-            self._narrow.hand_over_gradients()
+            if not self._one_pass:
+                self._narrow.hand_over_gradients()
         if self._wide is not None:
             with self.own.inside("backward") if self.own is not None else nullcontext():
                 self._wide.take()
@@ -169,63 +181,85 @@ class TrainingStep:
         """
         if self.own is not None:
             self.own.where.enter("optimizer")
+        if lr is not None:
+            self._set_rates(lr)
+        numbers = self._updated(measure_norm)
+        summing = None
+        if self._local_sgd is not None:
+            sums = torch.stack([numbers["loss_sum"], numbers["count"]]).double()
+            summing = Summing(sums, self._local_sgd.sum_over_ranks(sums))
+            self._local_sgd.stepped()
+        return self._readback.start(numbers, summing)
+
+    def _set_rates(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get(LR_FACTOR, 1.0)
+
+    def _updated(self, measure_norm: bool) -> dict[str, Tensor]:
+        """Apply the gradients of the step; the numbers that it came to, on the device."""
         loss_sum, count, correction = self._finished_sums()
         if self._wide is not None:
             self._wide.give(self._world)
         settle_gradients(self._parameters)
-        trained = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        trained = self._trained()
         if len(trained) < len(self._parameters) and self._world.size > 1:
             check_every_parameter_is_used(self.model)
         gradients = [local(gradient) for _, gradient in trained]
         if correction is not None:
             scale(gradients, correction)
-        grad_norm, overflow, scale_before, scale_after = None, None, None, None
+        numbers = {"loss_sum": loss_sum, "count": count}
         if self.loss_scale is not None:
             scale(gradients, 1.0 / self.loss_scale.scale)
         if self._clip is not None or self.loss_scale is not None or measure_norm or self._guard is not None:
-            grad_norm = total_norm(trained, self._world, uncounted=self._uncounted)
+            numbers["grad_norm"] = total_norm(trained, self._world, uncounted=self._uncounted)
+        grad_norm = numbers.get("grad_norm")
         not_finite = None
         if self._guard is not None:
             not_finite = self._guard.not_finite(loss_sum, count, grad_norm if self.loss_scale is None else None)
-        if self._clip is not None and grad_norm is not None:
-            clip(gradients, self._clip, grad_norm)
-        if lr is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group.get(LR_FACTOR, 1.0)
+            numbers["not_finite"] = not_finite
+        factor = clipping(self._clip, grad_norm) if self._clip is not None and grad_norm is not None else None
+        if self._one_pass:
+            self._update_in_one_pass(trained, factor)
+        else:
+            if factor is not None:
+                scale(gradients, factor)
+            numbers |= self._step_optimizer(grad_norm, not_finite)
+        self._clear_gradients()
+        numbers |= self._experts.settle()
+        if self._guard is not None and not_finite is not None:
+            self._guard.undo(not_finite)
+        return numbers
+
+    def _trained(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters and their gradients; those of narrow weights, where the optimizer takes them as they are."""
+        found: list[tuple[Tensor, Tensor]] = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        if self._one_pass and self._narrow is not None:
+            found += self._narrow.gradients()
+        return found
+
+    def _update_in_one_pass(self, trained: list[tuple[Tensor, Tensor]], factor: Tensor | None) -> None:
+        assert self._narrow is not None
+        self.optimizer.update(dict(trained), self._narrow.copies(), self._unscaled if factor is None else factor)  # type: ignore[attr-defined]
+
+    def _step_optimizer(self, grad_norm: Tensor | None, not_finite: Tensor | None) -> dict[str, Tensor]:
+        """An update that loss scaling or a guard may leave out; what became of the loss scale."""
         if self.loss_scale is not None and grad_norm is not None:
             overflow = (~torch.isfinite(grad_norm)).float()
             scale_before = self.loss_scale.scale.clone()
             step_unless(self.optimizer, overflow if not_finite is None else torch.maximum(overflow, not_finite))
             self.loss_scale.update(overflow)
-            scale_after = self.loss_scale.scale
-        elif self._guard is not None and self._guard.skips and not_finite is not None:
+            return {"overflow": overflow, "scale_before": scale_before, "scale_after": self.loss_scale.scale}
+        if self._guard is not None and self._guard.skips and not_finite is not None:
             step_unless(self.optimizer, not_finite)
         else:
             self.optimizer.step()
-        self._clear_gradients()
-        experts = self._experts.settle()
-        if self._guard is not None and not_finite is not None:
-            self._guard.undo(not_finite)
-        summing = None
-        if self._local_sgd is not None:
-            sums = torch.stack([loss_sum, count]).double()
-            summing = Summing(sums, self._local_sgd.sum_over_ranks(sums))
-            self._local_sgd.stepped()
-        return self._readback.start(
-            summing,
-            loss_sum=loss_sum,
-            count=count,
-            grad_norm=grad_norm,
-            overflow=overflow,
-            scale_before=scale_before,
-            scale_after=scale_after,
-            not_finite=not_finite,
-            **experts,
-        )
+        return {}
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:  # not by the optimizer: an own one may hold only some of them
             parameter.grad = None
+        if self._narrow is not None:
+            self._narrow.clear_gradients()
 
     def _finished_sums(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The step's global loss sum and count, and what its gradients must still be multiplied with."""
