@@ -42,16 +42,19 @@ class _Recording:
 
 
 class GraphedStep(TrainingStep):
-    """A step of a recipe. What an own loop computes between `forward` and `backward` is launched as ever."""
+    """A step of a recipe, or of an own loop that hands over its loss as a function."""
 
     tell: Callable[[str], None] | None = None  # whom, where it cannot be recorded
+    measure: Callable[[Any], tuple[Tensor, Tensor]] | None = None  # an own loop's: sum and count of a batch's losses
 
     _recording: _Recording | None = None
     _alike = 0  # steps in a row whose batches had the same shape
     _last_shape: object = None
     _refused = False
 
-    def run(self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure_norm: bool) -> PendingNumbers:
+    def run(
+        self, micro_batches: Iterator[MicroBatch], step: int, lr: float | None, measure_norm: bool
+    ) -> PendingNumbers:
         micro = next(micro_batches)
         shape = _shape(micro)
         if self._recording is None and not self._refused and self._due(shape):
@@ -65,7 +68,10 @@ class GraphedStep(TrainingStep):
         self._last_shape = shape
         return self._alike >= STEPS_BEFORE
 
-    def _launch(self, recording: _Recording, micro: MicroBatch, step: int, lr: float) -> PendingNumbers:
+    def _lost(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        return super()._lost(micro) if self.measure is None else self.measure(micro.inputs)
+
+    def _launch(self, recording: _Recording, micro: MicroBatch, step: int, lr: float | None) -> PendingNumbers:
         seed_for_micro_batch(self._seed, step, micro.position, self._world.device, *self._part)
         if self._narrow is not None:
             self._refresh_narrow()
@@ -75,7 +81,8 @@ class GraphedStep(TrainingStep):
             recording.backward.replay()
         if self.own is not None:
             self.own.where.enter("optimizer")
-        self._set_rates(lr)
+        if lr is not None:
+            self._set_rates(lr)
         self._pass_on_rates(recording.rates)
         recording.update.replay()
         return self._readback.send(recording.names, recording.values)
@@ -102,7 +109,6 @@ class GraphedStep(TrainingStep):
             self.own = own
 
     def _recorded(self, micro: MicroBatch, step: int, shape: object) -> _Recording:
-        assert self._objective is not None
         graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
         stream = torch.cuda.Stream(self._world.device)  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()  # one: backward finds what forward left, and the update the gradients
@@ -114,10 +120,10 @@ class GraphedStep(TrainingStep):
         if self._narrow is not None:
             self._refresh_narrow()
         with recorded(graphs[0]), self.forward(micro, step):
-            losses = self._objective(self.model, micro.inputs, micro.samples)
+            loss_sum, count = self._lost(micro)
         with recorded(graphs[1]):
-            self.backward(losses.loss_sum, losses.count)
-        del losses
+            self.backward(loss_sum, count)
+        del loss_sum, count
         with _rates_on_device(self.optimizer, self._world.device) as rates, recorded(graphs[2]):
             numbers = self._updated(measure_norm=True)
             values = torch.stack(list(numbers.values()))

@@ -16,7 +16,6 @@ from gradus.schema.patterns import matching
 from gradus.schema.recipe import OptimizerBlock
 from gradus.training.layerwise import Lamb, Lars
 
-_OF_ONE_PASS = {"betas", "eps"}
 LR_FACTOR = "lr_factor"  # in a parameter group: what the schedule's learning rate is multiplied with
 
 
@@ -28,7 +27,7 @@ def build_optimizer(model: nn.Module, block: OptimizerBlock, *, narrow_weights: 
     groups = parameter_groups(model, block)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in block.options.items()}
     try:
-        if narrow_weights and block.use == "adamw" and options.keys() <= _OF_ONE_PASS and has_triton_package():
+        if narrow_weights and block.use == "adamw" and has_triton_package():
             from gradus.training.one_pass_adamw import OnePassAdamW  # which needs Triton
 
             return OnePassAdamW(groups, lr=block.lr, **options)

@@ -34,6 +34,7 @@ from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
 from gradus.training.described import described_as
 from gradus.training.evaluation import Measure
+from gradus.training.graphed_step import GraphedStep
 from gradus.training.joining import Place, join
 from gradus.training.leaving import end, tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
@@ -43,6 +44,7 @@ from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_e
 from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
 from gradus.training.own_process import Shown, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
+from gradus.training.readback import PendingNumbers
 from gradus.training.sum_and_count import sum_and_count
 
 
@@ -220,9 +222,10 @@ class Run:
             self._micro = self._forward = None
 
     def step(self, loss: Any) -> None:
-        """Take the loss of the batch: a scalar mean, or `(sum, count)`.
+        """Take the loss of the batch: a scalar mean, or `(sum, count)`; or a function that returns it for a batch.
 
         With the last micro-batch of a step, the gradients are normalised over the global batch, clipped and applied.
+        With `plan.cuda_graph`, only a function can be recorded; it must then do the same each time.
         """
         live, micro, boundary, stream = self._live, self._micro, self._boundary, self._stream
         if micro is None or self._forward is None or boundary is None or stream is None:
@@ -231,11 +234,16 @@ class Run:
                 hint="call it once in the body of `for batch in run.batches(dataset)`",
                 field="step",
             )
+        self._failed = True  # unless it comes to its end
+        if callable(loss) and isinstance(live.step, GraphedStep):
+            self._step_as_graphs(live.step, loss, micro, boundary, stream)
+            self._failed = False
+            return
+        if callable(loss):
+            loss = loss(micro.inputs)
         self._forward.__exit__(None, None, None)
         self._micro = self._forward = None
-        self._failed = True  # unless it comes to its end
-        context = live.plan.mesh.context
-        loss_sum, count = sum_and_count(loss, micro.samples, with_loss=True, what="run.step", context=context)
+        loss_sum, count = self._sum_and_count(loss, micro)
         if not loss_sum.requires_grad:
             raise InputError(
                 "run.step: no gradient can flow from this loss",
@@ -249,12 +257,39 @@ class Run:
             self._apply(boundary, stream)
         self._failed = False
 
+    def _sum_and_count(self, loss: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        context = self._live.plan.mesh.context
+        return sum_and_count(loss, micro.samples, with_loss=True, what="run.step", context=context)
+
+    def _step_as_graphs(
+        self,
+        step: GraphedStep,
+        loss_of: Callable[[Any], Any],
+        micro: MicroBatch,
+        boundary: Boundary,
+        stream: TimedBatches,
+    ) -> None:
+        assert self._forward is not None
+        self._forward.__exit__(None, None, None)  # it was entered for a loop that computes the loss itself
+        self._micro = self._forward = None
+        step.abandon()
+        step.measure = lambda inputs: self._sum_and_count(loss_of(inputs), micro)
+        numbers = step.run(iter([micro]), self._live.state.step, self._rate(), measure_norm=True)
+        self._launched(numbers, boundary, stream)
+
     def _apply(self, boundary: Boundary, stream: TimedBatches) -> None:
         live = self._live
-        block = live.recipe.optimizer
+        numbers = live.step.apply(self._rate(), measure_norm=live.recorder.logs(live.state.step + 1))
+        self._launched(numbers, boundary, stream)
+
+    def _rate(self) -> float | None:
+        """Of the recipe's schedule; None where the script has one of its own."""
+        live, block = self._live, self._live.recipe.optimizer
         own_rate = live.scheduler is not None or (block.use == OWN and not block.schedules)
-        lr = None if own_rate else live.schedule(live.state.schedule_position())
-        numbers = live.step.apply(lr, measure_norm=live.recorder.logs(live.state.step + 1))
+        return None if own_rate else live.schedule(live.state.schedule_position())
+
+    def _launched(self, numbers: PendingNumbers, boundary: Boundary, stream: TimedBatches) -> None:
+        live = self._live
         first = float(live.optimizer.param_groups[0]["lr"])
         if live.scheduler is not None:
             live.scheduler.step()

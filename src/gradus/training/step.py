@@ -85,7 +85,9 @@ class TrainingStep:
         self._losses: list[Tensor] = []  # of the micro-batches of the present step
         self._counts: list[Tensor] = []
 
-    def run(self, micro_batches: Iterator[MicroBatch], step: int, lr: float, measure_norm: bool) -> PendingNumbers:
+    def run(
+        self, micro_batches: Iterator[MicroBatch], step: int, lr: float | None, measure_norm: bool
+    ) -> PendingNumbers:
         """Step number `step` (from 0). No line in here makes the host wait for the device."""
         self._accumulated(micro_batches, step)
         return self.apply(lr, measure_norm)
@@ -93,10 +95,14 @@ class TrainingStep:
     def _accumulated(self, micro_batches: Iterator[MicroBatch], step: int) -> None:
         for _ in range(self.accumulate):
             micro = next(micro_batches)
-            assert self._objective is not None
             with self.forward(micro, step):
-                losses = self._objective(self.model, micro.inputs, micro.samples)
-            self.backward(losses.loss_sum, losses.count)
+                loss_sum, count = self._lost(micro)
+            self.backward(loss_sum, count)
+
+    def _lost(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        assert self._objective is not None
+        losses = self._objective(self.model, micro.inputs, micro.samples)
+        return losses.loss_sum, losses.count
 
     @contextmanager
     def forward(self, micro: MicroBatch, step: int) -> Iterator[None]:
