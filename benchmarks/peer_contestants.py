@@ -44,6 +44,7 @@ class Contestant(ABC):
 
     package: str | None = None  # that must be installed
     note = ""
+    shows_peak = True  # not while it launches recorded graphs, whose memory torch does not count as in use
 
     @classmethod
     def is_installed(cls) -> bool:
@@ -172,9 +173,13 @@ class Accelerate(Raw):
 class Gradus(Contestant):
     """What `gradus train` does on one rank: global order, metrics, events and status included."""
 
+    plan: dict[str, Any] = {}  # noqa: RUF012  # what its user writes into the recipe's plan, besides the work's own
+
     def prepare(self, work: Work, folder: Path) -> None:
-        recipe = resolved(Recipe.from_document(work.document()))
+        document = work.document()
+        recipe = resolved(Recipe.from_document({**document, "plan": {**document["plan"], **self.plan}}))
         plan = chosen(recipe, detect_cluster(), 1).plan
+        self.shows_peak = not plan.cuda_graph
         self.note = ", ".join(f"{key} {value}" for key, value in plan.model_dump().items() if key in SHOWN_OF_A_PLAN)
         self.run = RunDirectory.create(folder, work.key)
         self.live = live = LiveRun.from_recipe(recipe, plan, self.run, 1, alone(DEVICE))
@@ -201,8 +206,23 @@ class Gradus(Contestant):
         super().close()
 
 
-SHOWN_OF_A_PLAN = ("precision", "compile", "channels_last", "micro_batch", "accumulate", "recompute", "workers")
-CONTESTANTS: dict[str, type[Contestant]] = {"raw": Raw, "fabric": Fabric, "accelerate": Accelerate, "gradus": Gradus}
+class GradusLean(Gradus):
+    """With one key that saves memory: what is cheap to compute is computed again for backward."""
+
+    plan = {"recompute": "selective"}  # noqa: RUF012
+
+
+SHOWN_OF_A_PLAN = (
+    *("precision", "narrow_weights", "loss_chunks", "cuda_graph", "compile", "channels_last"),
+    *("micro_batch", "accumulate", "recompute", "workers"),
+)
+CONTESTANTS: dict[str, type[Contestant]] = {
+    "raw": Raw,
+    "fabric": Fabric,
+    "accelerate": Accelerate,
+    "gradus": Gradus,
+    "gradus-lean": GradusLean,
+}
 
 
 def _for_peers(work: Work) -> dict[str, Any]:

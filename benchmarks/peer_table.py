@@ -8,7 +8,8 @@ from typing import Any
 
 PEAK_FLOPS = 989e12  # of an H100 or H200 in bf16, dense, as NVIDIA gives it
 MEANS_OVER = 20  # losses: single ones jump about
-COLUMNS = ("raw", "fabric", "accelerate", "gradus")
+PEERS, OURS = ("raw", "fabric", "accelerate"), ("gradus", "gradus-lean")
+COLUMNS = (*PEERS, *OURS)
 
 
 def running_mean_gap(reference: Mapping[int, float], other: Mapping[int, float]) -> float | None:
@@ -47,18 +48,22 @@ def _row(work: Mapping[str, Any]) -> str:
     found = work["contestants"]
     cells = [_figure(work, name) for name in COLUMNS]
     medians = {name: statistics.median(one["figures"]) for name, one in found.items() if one["figures"]}
-    peers = {name: medians[name] for name in COLUMNS if name != "gradus" and name in medians}
+    peers = {name: medians[name] for name in PEERS if name in medians}
+    ours = [name for name in OURS if name in medians]
     ratio = memory = mfu = ""
-    if "gradus" in medians and peers:
+    if ours and peers:
         best = (min if work["less_is_better"] else max)(peers, key=lambda name: peers[name])
-        ratio = f"{medians['gradus'] / peers[best]:.3f} ({best})"
-        peaks = [found[name]["peak_gib"] for name in ("gradus", best)]
-        memory = f"{peaks[0] / peaks[1]:.2f} ({peaks[0]:.1f} / {peaks[1]:.1f} GiB)" if all(peaks) else ""
+        ratio = f"{', '.join(f'{medians[name] / peers[best]:.3f}' for name in ours)} ({best})"
+        theirs = found[best]["peak_gib"]
+        peaks = [found[name]["peak_gib"] for name in ours]
+        if theirs and all(peaks):
+            shares = ", ".join(f"{peak / theirs:.2f}" for peak in peaks)
+            memory = f"{shares} ({', '.join(f'{peak:.1f}' for peak in peaks)} / {theirs:.1f} GiB)"
     on_gpu = any(one["peak_gib"] for one in found.values())
-    if "gradus" in medians and work["flops_of_a_unit"] and on_gpu:
-        mfu = f"{medians['gradus'] * work['flops_of_a_unit'] / PEAK_FLOPS:.1%}"
-    gap = found.get("gradus", {}).get("loss_gap")
-    told = "" if gap is None else f"{gap:.2%}"
+    if ours and work["flops_of_a_unit"] and on_gpu:
+        mfu = ", ".join(f"{medians[name] * work['flops_of_a_unit'] / PEAK_FLOPS:.1%}" for name in ours)
+    gaps = [found[name].get("loss_gap") for name in ours]
+    told = ", ".join(f"{gap:.2%}" for gap in gaps if gap is not None)
     cells = [f"{work['title']}, {work['unit']}", *cells, ratio, memory, mfu, told, work["goal"]]
     return f"| {' | '.join(cells)} |"
 

@@ -85,7 +85,8 @@ class Entrant:
         self.found.take(segment)
         self.found.figures.append(self.work.figure(segment.seconds, self.work.steps))
         if CUDA:
-            self.found.peak_gib = (_peak() - others) / 2**30
+            peak = _peak() - others
+            self.found.peak_gib = (peak if self.contestant.shows_peak else max(peak, self.peak)) / 2**30
 
     def train_through(self) -> None:
         """All steps at once, for their losses."""
@@ -247,12 +248,13 @@ def clocks() -> list[dict[str, Any]]:
 
 def measured(work: Work, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The row of one work, as it is written down."""
-    wanted = [name for name in (*work.peers, "gradus") if name in asked.contestants]
+    ours = ("gradus", "gradus-lean") if "memory" in work.goal else ("gradus",)
+    wanted = [name for name in (*work.peers, *ours) if name in asked.contestants]
     names = [name for name in wanted if CONTESTANTS[name].is_installed()]
     make_data(work, asked.small)
     with tempfile.TemporaryDirectory() as runs:
         if asked.losses:
-            names = [name for name in names if name in ("raw", "gradus")]
+            names = [name for name in names if name == "raw" or name.startswith("gradus")]
             found = loss_curves(work, names, asked.losses, Path(runs))
         elif work.measures == "first step":
             found = first_steps(work, names, asked, folder)
