@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gradus.training import cheap_functions
+from gradus.models.layers import GeluMLP
+from gradus.training import cheap_functions, compilation
 from gradus.training.cheap_functions import CheapFunctions, erf, exp_of_product, tanh, with_cheap_functions
 
 aten = torch.ops.aten
@@ -205,3 +208,68 @@ def test_a_pass_that_somebody_has_for_all_code_is_not_replaced() -> None:
 def test_a_compiler_without_such_passes_compiles_without_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
     assert with_cheap_functions(dynamic=False) == {"dynamic": False}
+
+
+class TwoKinds(nn.Module):
+    """A model with both GELUs: two blocks, each of which is compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exact, self.by_tanh = GeluMLP(16, 32), GeluMLP(16, 32, approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.exact(x) + self.by_tanh(x)
+        return y
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[set[Any]]]:
+    """The operators of each graph that is compiled during a test, after this pass."""
+    seen: list[set[Any]] = []
+    original = CheapFunctions.__call__
+
+    def looking(self: CheapFunctions, graph: fx.Graph) -> None:
+        original(self, graph)
+        seen.append(operators(graph))
+
+    monkeypatch.setattr(CheapFunctions, "__call__", looking)
+    torch._dynamo.reset()
+    with fresh_cache():
+        yield seen
+    torch._dynamo.reset()
+
+
+def trained(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def test_a_compiled_model_in_16_bits_computes_what_it_did(lowered: list[set[Any]]) -> None:
+    torch.manual_seed(1)
+    plain, x = TwoKinds(), 3 * torch.randn(64, 16)
+    cheap, exact = copy.deepcopy(plain), copy.deepcopy(plain)
+    compilation.compile_model(cheap)
+    exact.compile()
+    found = trained(cheap, x, torch.bfloat16)
+    assert len(lowered) == 4, "forward and backward of each"
+    for seen in lowered:
+        assert aten.exp2.default in seen
+        assert not seen & {*EXACT.values(), aten.exp.default}
+    expected = trained(exact, x, torch.bfloat16)
+    assert len(lowered) == 4, "what is compiled by others does not get the pass"
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= torch.finfo(torch.bfloat16).eps * other.abs().max()
+
+
+def test_a_compiled_model_in_32_bits_is_exact(lowered: list[set[Any]]) -> None:
+    torch.manual_seed(1)
+    plain, x = TwoKinds(), 3 * torch.randn(64, 16)
+    model = copy.deepcopy(plain)
+    compilation.compile_model(model)
+    trained(model, x, torch.float32)
+    assert len(lowered) == 4
+    for seen in lowered:
+        assert seen & set(EXACT.values())
+        assert aten.exp2.default not in seen
