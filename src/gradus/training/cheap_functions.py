@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 Do = Callable[..., Any]  # do(operator, *inputs): runs an operator, or writes it into a graph
 NARROW = (torch.bfloat16, torch.float16)
 
@@ -118,10 +118,15 @@ def _is_narrow(node: fx.Node, narrow: set[fx.Node]) -> bool:
         return False
     if value.dtype in NARROW:
         return True
-    if node.op != "call_function" or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+    if node.op != "call_function" or not _is_pointwise(node.target):
         return False
     inputs = [of for of in node.all_input_nodes if not _is_single_number(of)]
     return bool(inputs) and all(of in narrow for of in inputs)
+
+
+def _is_pointwise(target: Any) -> bool:
+    # Conversions by name: not every torch tags them, and without them nothing would ever be found.
+    return target is prims.convert_element_type.default or torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def _is_single_number(node: fx.Node) -> bool:
