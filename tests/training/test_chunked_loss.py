@@ -258,7 +258,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
         return graph.forward
 
     original = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **how: original(module, backend=counting, **how))
+
+    def without_options(module: nn.Module, options: dict[str, Any], **how: Any) -> None:
+        original(module, backend=counting, **how)  # which has no options
+
+    monkeypatch.setattr(nn.Module, "compile", without_options)
     torch._dynamo.reset()
     yield compiled
     torch._dynamo.reset()

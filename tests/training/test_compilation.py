@@ -30,7 +30,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
         return graph.forward
 
     original = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module: original(module, backend=counting))
+    monkeypatch.setattr(nn.Module, "compile", lambda module, options: original(module, backend=counting))
     torch._dynamo.reset()
     yield compiled
     torch._dynamo.reset()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gradus.parallel.blocks import parameter_count, repeated_blocks
+from gradus.training.cheap_functions import with_cheap_functions
 from gradus.training.chunked_loss import ChunkedLoss, OutputLayer, PartOfLoss
 
 MINIMUM_SHARE = (
@@ -28,7 +29,7 @@ def compile_model(model: nn.Module) -> None:
     parts = parts_to_compile(model)
     set_apart(model)
     for part in parts:
-        part.compile()
+        part.compile(**with_cheap_functions())
 
 
 def set_apart(model: nn.Module, **how: Any) -> None:
@@ -37,7 +38,7 @@ def set_apart(model: nn.Module, **how: Any) -> None:
         if getattr(module, "eager", False):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
         if isinstance(module, PartOfLoss):
-            module.compile(dynamic=False, **how)
+            module.compile(**with_cheap_functions(dynamic=False, **how))
 
 
 def parts_to_compile(model: nn.Module) -> list[nn.Module]:
