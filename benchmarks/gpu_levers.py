@@ -25,14 +25,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models import catalogue
-from gradus.training import chunked_loss
 from gradus.training.compilation import parts_to_compile, set_apart
 from gradus.training.loss_placement import chunk_loss
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ROUNDS = 3
-ADD_PRODUCT = chunked_loss.add_product
 CHEAP_BANS = (
     "ban_recompute_used_far_apart",
     "ban_recompute_long_fusible_chains",
@@ -99,7 +97,7 @@ class Variant:
     weights: torch.dtype = torch.float32  # bfloat16: cast once a step, not by autocast wherever they are used
     options: dict[str, Any] = field(default_factory=dict)  # of inductor
     graph: bool = False  # the whole step, optimizer and all, is one CUDA graph
-    kernel: bool = False  # of our own, for the loss of a chunk (loss_kernel.py)
+    kernel: bool = False  # of our own, for the loss of a chunk, as the product has it; otherwise the compiler's
     budget: float = 1.0  # of the memory for activations that compiled code would keep: the rest it computes again
     cheap: bool = False  # compiled code computes again whatever is no product or attention
     one_pass: bool = False  # the optimizer is one kernel that reads gradients of 16 bits
@@ -202,9 +200,7 @@ class Training:
     def _compiled(self) -> Callable[[Tensor, Tensor], Tensor]:
         variant, on = self.variant, CUDA and self.variant.compiled != "nothing"
         if variant.loss_chunks > 1 or variant.kernel:
-            chunk_loss(self.model, variant.loss_chunks, None, None)
-        if variant.kernel and CUDA:
-            use_loss_kernel(self.model)
+            chunk_loss(self.model, variant.loss_chunks, None, None, kernel=None if variant.kernel else False)
         if not on:
             return self._whole
         if variant.compiled == "blocks":
@@ -294,21 +290,8 @@ def narrow(model: nn.Module, dtype: torch.dtype) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
-def use_loss_kernel(model: nn.Module) -> None:
-    from loss_kernel import KernelOfLoss, add_product
-
-    total, of = torch.zeros(16, 16, device=DEVICE), torch.ones(16, 16, device=DEVICE, dtype=torch.bfloat16)
-    with contextlib.suppress(RuntimeError):  # of a torch that cannot add products of 16 bits in 32
-        add_product(total, of, of)
-        chunked_loss.add_product = add_product
-    for module in model.modules():
-        if isinstance(module, chunked_loss.ChunkedLoss):
-            module.part = KernelOfLoss()
-
-
 def measured(work: Work, variant: Variant) -> Measured:
     torch._dynamo.reset()
-    chunked_loss.add_product = ADD_PRODUCT
     if CUDA:
         torch.cuda.empty_cache()
     began = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,23 +29,37 @@ from gradus.training.step import TrainingStep
 CPU = torch.device("cpu")
 
 
-def tracked_peak(world: World, recipe: Recipe) -> int:
+def tracked_peak(world: World, recipe: Recipe, loss_kernel: bool | None = None) -> int:
     """Bytes of tensors at the worst moment of the second step on this rank of the recipe's plan.
 
-    Where the plan wants more ranks than there are, the others are made up: they send nothing, and get nothing.
+    Where the plan wants more ranks than there are, the others are made up: they send nothing, and get nothing. A loss
+    in chunks may run as on a GPU, with something else that needs no memory in place of its kernel.
     """
+    if loss_kernel:
+        with patch("gradus.training.loss_kernel.loss_and_gradient", _zeros_for_logits):
+            return _peak(world, recipe, loss_kernel)
+    return _peak(world, recipe, loss_kernel)
+
+
+def _zeros_for_logits(logits: torch.Tensor, targets: torch.Tensor, columns: int) -> torch.Tensor:
+    logits.zero_()
+    return torch.zeros(len(logits))
+
+
+def _peak(world: World, recipe: Recipe, loss_kernel: bool | None) -> int:
     plan = recipe.plan
     size = plan.mesh.world_size
     if size == world.size:
-        return _tracked(world.arranged(plan.mesh), recipe)
+        return _tracked(world.arranged(plan.mesh), recipe, loss_kernel)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
-        return _tracked(World(0, 0, size, CPU, mesh=Mesh(replicate=size)).arranged(plan.mesh), recipe)
+        made_up = World(0, 0, size, CPU, mesh=Mesh(replicate=size))
+        return _tracked(made_up.arranged(plan.mesh), recipe, loss_kernel)
     finally:
         dist.destroy_process_group()
 
 
-def _tracked(world: World, recipe: Recipe) -> int:
+def _tracked(world: World, recipe: Recipe, loss_kernel: bool | None) -> int:
     plan, clip = recipe.plan, recipe.optimizer.clip
     numbers = numbers_for(plan.precision, CPU)
     built = catalogue.build(recipe.model.use, recipe.model.options)
@@ -53,7 +68,7 @@ def _tracked(world: World, recipe: Recipe) -> int:
     # Various ones, so that experts get about as many each.
     tokens = torch.randint(recipe.model.options["vocabulary"], shape, generator=torch.Generator().manual_seed(1))
     if plan.loss_chunks > 1:
-        chunk_loss(built, plan.loss_chunks, objective, None)
+        chunk_loss(built, plan.loss_chunks, objective, None, loss_kernel)
     staged = plan.mesh.pipeline > 1
     wiring = wiring_of(built, recipe, plan, objective, (tokens, tokens)) if staged else None
     model: Any = prepared(built, recipe, plan, world, numbers, some_rank_may_pad=False, wiring=wiring)

@@ -30,12 +30,15 @@ from gradus.training.valid_labels import shifted
 FIELD = "plan.loss_chunks"
 
 
-def chunk_loss(model: nn.Module, chunks: int, objective: Objective | None, example: Batch | None) -> None:
+def chunk_loss(
+    model: nn.Module, chunks: int, objective: Objective | None, example: Batch | None, kernel: bool | None = None
+) -> None:
     """Let the model's loss, in place, work on one part of the tokens after the other. Before the model is split.
 
-    `example` is a batch of which only the shapes matter. Own loops have no objective, and so no example.
+    `example` is a batch of which only the shapes matter. Own loops have no objective, and so no example. `kernel` says
+    whether the loss uses its kernel, in place of where it runs.
     """
-    name, head, loss = type(model).__name__, _head_of(model), ChunkedLoss(chunks)
+    name, head, loss = type(model).__name__, _head_of(model), ChunkedLoss(chunks, kernel)
     if head is not None:
         head.loss = _OfHead(loss)  # type: ignore[assignment]
     elif objective is None or example is None:

@@ -125,7 +125,7 @@ class _Table:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         device = parameters[0].device
-        sizes = [parameter.numel() for parameter in parameters]
+        self.numbers = sizes = [parameter.numel() for parameter in parameters]
         parts = [(number, start) for number, size in enumerate(sizes) for start in range(math.ceil(size / PART))]
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
         self.owners = torch.tensor([owner for owner, _ in parts], dtype=torch.int32, device=device)
@@ -187,7 +187,7 @@ class OnePassAdamW(torch.optim.AdamW):
         # A recorded graph has a table of its own: steps between its launches have their gradients elsewhere.
         key = (number, has_narrow, _recording(trained[0]))
         table = self._tables.get(key)
-        if table is None or len(table.sizes) != len(trained):
+        if table is None or table.numbers != [p.numel() for p in trained]:
             table = self._tables[key] = _Table(trained)
         moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         mine = [gradients[p] for p in trained]

@@ -64,7 +64,7 @@ def profile_of(
     dtype = torch.float64 if precision == "fp64" else torch.float32
     with torch.random.fork_rng(devices=[]):  # whoever plans and then trains here draws what they would have drawn
         scaling = fp8_scaling if precision == "fp8" else None
-        traced = _traced(recipe, numbers, dtype, micro_batches, channels_last, scaling, loss_chunks)
+        traced = _traced(recipe, numbers, dtype, micro_batches, channels_last, scaling, loss_chunks, capability)
     return replace(traced, precision=precision, narrow_parameters=narrow_parameters)
 
 
@@ -76,7 +76,9 @@ def _traced(
     channels_last: bool,
     fp8_scaling: Scaling | None,
     loss_chunks: int,
+    capability: tuple[int, int] | None,
 ) -> ModelProfile:
+    from gradus.training.chunked_loss import KERNEL_CAPABILITY
     from gradus.training.compilation import names_left_out, names_of_compiled
     from gradus.training.described import outlined_model
     from gradus.training.float8 import use_float8
@@ -89,7 +91,9 @@ def _traced(
     objective = Objective(recipe, model)
     examples = Examples(recipe, dtype, channels_last)
     if loss_chunks > 1:
-        chunk_loss(model, loss_chunks, objective, examples.batch(1))
+        # Machines without a GPU, and those that nobody knows, do without the kernel, and need more memory.
+        kernel = capability is not None and capability >= KERNEL_CAPABILITY
+        chunk_loss(model, loss_chunks, objective, examples.batch(1), kernel)
     if fp8_scaling is not None:
         use_float8(model, fp8_scaling)
     if channels_last:

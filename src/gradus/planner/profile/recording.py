@@ -256,7 +256,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in fresh:
                 self._number(tensor, made=here, made_in=self._call)
             return
-        changed = fresh + ([args[0]] if mutates and args and isinstance(args[0], Tensor) else [])
+        if "out" in kwargs:  # which is written to, and read where it is an argument besides
+            inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        written = kwargs.get("out", args[0] if args else None)
+        changed = fresh + ([written] if mutates and isinstance(written, Tensor) else [])
         self._append(func, name, args, kwargs, out, inputs, changed)
 
     def _append(
@@ -292,7 +295,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Written over in place, or handed out as a view of what it came from: it is read and written once.
         floats = [t for t in (*changed, *distinct) if t.is_floating_point()]
         widest = work.kind in ("matmul", "attention", "convolution", "recurrent")
-        operand = next((t for t in distinct if t.is_floating_point()), None) if widest else None
+        # The narrowest: products of 16 bits may be added to a sum of 32.
+        operand = min((t for t in distinct if t.is_floating_point()), key=_size, default=None) if widest else None
         dtype = (operand if operand is not None else floats[0] if floats else changed[0]).dtype
         self.steps.append(
             Step(
@@ -414,6 +418,10 @@ def _innermost(tensor: Tensor) -> int | None:
 def _next_node() -> int:
     """The number that the next autograd node will get."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.element_size()
 
 
 def _touched(tensor: Tensor) -> int:

@@ -1,0 +1,120 @@
+"""AdamW in one pass: its weights and its state are those of torch's AdamW, whose state it can take over and hand on.
+
+Without a GPU the kernel is interpreted (conftest.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from gradus.training.one_pass_adamw import BLOCK, PART, OnePassAdamW
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# In programs of the kernel: one, a bit of one, whole ones, whole ones and a bit, and a block and a number.
+SIZES = ((1,), (7, 11), (2, PART), (PART // 4, 5), (BLOCK + 1,))
+FACTOR = 0.37
+
+
+def drawn_parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(size, generator=generator).to(DEVICE)) for size in SIZES]
+
+
+def groups_of(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Those that decay and those that do not, with rates, betas and an epsilon of their own."""
+    decaying = {"params": parameters[:3], "weight_decay": 0.1, "lr": 3e-3}
+    return [decaying, {"params": parameters[3:], "weight_decay": 0.0, "betas": (0.8, 0.95), "eps": 1e-6}]
+
+
+class Pair:
+    """torch's optimizer and ours, each with parameters of its own that begin alike, and gradients for both."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.theirs, self.ours = drawn_parameters(), drawn_parameters()
+        self.torchs = torch.optim.AdamW(groups_of(self.theirs), lr=1e-2)
+        self.one_pass = OnePassAdamW(groups_of(self.ours), lr=1e-2)
+        self.narrow = {p: torch.empty_like(p, dtype=dtype) for p in self.ours}
+        self.generator = torch.Generator().manual_seed(2)
+
+    def gradients(self) -> list[Tensor]:
+        return [torch.randn(size, generator=self.generator).to(DEVICE, self.dtype) for size in SIZES]
+
+    def step(self, without: int | None = None) -> None:
+        """With gradients for all parameters but one."""
+        found = {number: gradient for number, gradient in enumerate(self.gradients()) if number != without}
+        for number, parameter in enumerate(self.theirs):
+            parameter.grad = found[number].float() * FACTOR if number in found else None
+        self.torchs.step()
+        factor = torch.tensor(FACTOR, device=DEVICE)
+        self.one_pass.update({self.ours[n]: gradient for n, gradient in found.items()}, self.narrow, factor)
+
+    def assert_alike(self) -> None:
+        for theirs, ours in zip(self.theirs, self.ours, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            expected, found = self.torchs.state[theirs], self.one_pass.state[ours]
+            assert expected.keys() == found.keys()
+            assert float(found["step"]) == float(expected["step"])
+            for moment in ("exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(found[moment], expected[moment], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_and_state_are_those_of_torch(dtype: torch.dtype) -> None:
+    pair = Pair(dtype)
+    for _ in range(5):
+        pair.step()
+    pair.assert_alike()
+    # Triton's interpreter cuts off the digits that bf16 has not, where a GPU rounds.
+    last_digit = 2**-7 if dtype == torch.bfloat16 else 2**-10
+    for weight, narrow in pair.narrow.items():
+        assert narrow.dtype == dtype
+        torch.testing.assert_close(narrow.float(), weight.detach(), rtol=last_digit, atol=1e-6)
+
+
+def test_rates_may_change_from_step_to_step() -> None:
+    pair = Pair(torch.bfloat16)
+    for number in range(3):
+        for optimizer in (pair.torchs, pair.one_pass):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (number + 1)
+        pair.step()
+    pair.assert_alike()
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    pair = Pair(torch.float32)
+    pair.step()
+    pair.step(without=3)
+    pair.step(without=4)  # as many of its group, of other sizes
+    pair.step()
+    pair.assert_alike()
+    assert [int(pair.one_pass.state[p]["step"]) for p in pair.ours] == [4, 4, 4, 3, 3]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_goes_on_with_its_state_and_it_with_that_of_torch(fused: bool) -> None:
+    pair = Pair(torch.float32)
+    pair.step()
+    pair.step()
+    # Torch takes over what ours has, and ours what torch's had.
+    taken = torch.optim.AdamW(groups_of(pair.theirs), lr=1e-2, fused=fused)
+    given = OnePassAdamW(groups_of(pair.ours), lr=1e-2)
+    theirs, ours = (copy.deepcopy(optimizer.state_dict()) for optimizer in (pair.torchs, pair.one_pass))
+    assert theirs["state"].keys() == ours["state"].keys()
+    taken.load_state_dict(ours)
+    given.load_state_dict(theirs)
+    for group in taken.param_groups:  # which a state dict says too
+        group["fused"] = fused
+    pair.torchs, pair.one_pass = taken, given
+    pair.step()
+    pair.step()
+    pair.assert_alike()
+    assert all(int(state["step"]) == 4 for state in pair.one_pass.state.values())
