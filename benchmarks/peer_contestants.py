@@ -28,6 +28,7 @@ from gradus.planner.resolve import resolved
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
 from gradus.schema.recipe import OptimizerBlock, Recipe
+from gradus.training.graphed_step import GraphedStep
 from gradus.training.live_run import LiveRun
 from gradus.training.loop import train
 from gradus.training.schedules import learning_rate
@@ -194,6 +195,8 @@ class Gradus(Contestant):
         begun = live.state.step
         live.total_steps = begun + lead + steps
         train(live)
+        if isinstance(live.step, GraphedStep) and not live.step.is_recorded and "no graph" not in self.note:
+            self.note += ", no graph could be recorded"
         rows = [row for row in read_metrics(self.run) if row["step"] > begun]
         counted = [row["step_seconds"] for row in rows if row["step"] > begun + lead]
         seconds = sum(counted) / len(counted) * steps  # every row is a mean over equally many steps

@@ -63,7 +63,7 @@ def losses(folder: Path, case: str, graph: bool, **changes: Any) -> tuple[list[f
 
 
 def recorded(live: LiveRun) -> bool:
-    return isinstance(live.step, GraphedStep) and live.step._recording is not None
+    return isinstance(live.step, GraphedStep) and live.step.is_recorded
 
 
 @pytest.mark.parametrize("name", CASES)

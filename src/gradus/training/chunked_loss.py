@@ -30,9 +30,11 @@ KERNEL_CAPABILITY = (8, 0)  # the oldest GPUs that Triton is made for
 # neither products nor the kernel can read 16 bytes at once. This many is a line of the cache.
 ALIGNED_ROWS = 64
 
-# As an operator, it is also one to those who watch operators: the planner runs it on tensors without values.
+# As operators, they are also ones to those who watch operators: the planner runs them on tensors without values, with
+# which torch 2.11 cannot do the second, aten's own.
 _library: Any = torch.library.Library("gradus", "DEF")  # type: ignore[no-untyped-call]
 _library.define("loss_and_gradient_(Tensor(a!) logits, Tensor targets, int columns) -> Tensor")
+_library.define("addmm(Tensor(a!) total, Tensor left, Tensor right) -> ()")
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, columns: int) -> Tensor:
@@ -45,8 +47,14 @@ def _losses_without_values(logits: Tensor, targets: Tensor, columns: int) -> Ten
     return logits.new_empty(logits.shape[:1], dtype=torch.float32)
 
 
+def _addmm(total: Tensor, left: Tensor, right: Tensor) -> None:
+    torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+
+
 _library.impl("loss_and_gradient_", _loss_and_gradient, "CompositeExplicitAutograd")
+_library.impl("addmm", _addmm, "CompositeExplicitAutograd")
 torch.library.register_fake("gradus::loss_and_gradient_", _losses_without_values, lib=_library)
+torch.library.register_fake("gradus::addmm", lambda total, left, right: None, lib=_library)
 
 
 class OutputLayer(nn.Linear):
@@ -170,7 +178,7 @@ def added_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     if torch.version.hip is None and (left.is_cuda or isinstance(left, FakeTensor)):
         if total is None:
             return torch.mm(left, right, out_dtype=wide)
-        torch.ops.aten.addmm.dtype_out(total, left, right, wide, out=total)
+        torch.ops.gradus.addmm(total, left, right)
         return total
     return (left @ right).to(wide) if total is None else total.add_(left @ right)
 

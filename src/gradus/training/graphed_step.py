@@ -21,7 +21,6 @@ from torch import Tensor
 from gradus.data.loader import MicroBatch
 from gradus.data.transfer import mapped
 from gradus.record.format import first_line
-from gradus.training.randomness import seed_for_micro_batch
 from gradus.training.readback import PendingNumbers
 from gradus.training.step import TrainingStep
 
@@ -52,6 +51,10 @@ class GraphedStep(TrainingStep):
     _last_shape: object = None
     _refused = False
 
+    @property
+    def is_recorded(self) -> bool:
+        return self._recording is not None
+
     def run(
         self, micro_batches: Iterator[MicroBatch], step: int, lr: float | None, measure_norm: bool
     ) -> PendingNumbers:
@@ -72,7 +75,7 @@ class GraphedStep(TrainingStep):
         return super()._lost(micro) if self.measure is None else self.measure(micro.inputs)
 
     def _launch(self, recording: _Recording, micro: MicroBatch, step: int, lr: float | None) -> PendingNumbers:
-        seed_for_micro_batch(self._seed, step, micro.position, self._world.device, *self._part)
+        self._seed_for(micro, step)
         if self._narrow is not None:
             self._refresh_narrow()
         torch._foreach_copy_(recording.inputs, _tensors(micro.inputs))
@@ -117,8 +120,12 @@ class GraphedStep(TrainingStep):
             # Other threads go on meanwhile: they load data, and write checkpoints.
             return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
+        # What a recording cannot have inside: seeds are set, and tables filled, by the host.
+        self._seed_for(micro, step)
         if self._narrow is not None:
             self._refresh_narrow()
+        if self._one_pass:
+            self.optimizer.expect_recording()  # type: ignore[attr-defined]
         with recorded(graphs[0]), self.forward(micro, step):
             loss_sum, count = self._lost(micro)
         with recorded(graphs[1]):
@@ -131,8 +138,12 @@ class GraphedStep(TrainingStep):
             self.optimizer.settle()  # type: ignore[attr-defined]
         return _Recording(_tensors(micro.inputs), shape, graphs[0], graphs[1], graphs[2], rates, list(numbers), values)
 
+    def _seed_for(self, micro: MicroBatch, step: int) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            super()._seed_for(micro, step)
+
     def _refresh_narrow(self) -> None:
-        if not torch.cuda.is_current_stream_capturing():  # a recording has none of it: whether it is needed differs
+        if not torch.cuda.is_current_stream_capturing():  # whether it is needed differs from step to step
             super()._refresh_narrow()
 
     def _forget_step(self) -> None:

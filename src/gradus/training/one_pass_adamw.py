@@ -124,7 +124,7 @@ class _Table:
     """Tensors of one parameter group that are updated alike, as the kernel finds them."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        device = parameters[0].device
+        device, self.parameters = parameters[0].device, parameters
         self.numbers = sizes = [parameter.numel() for parameter in parameters]
         parts = [(number, start) for number, size in enumerate(sizes) for start in range(math.ceil(size / PART))]
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
@@ -177,10 +177,7 @@ class OnePassAdamW(torch.optim.AdamW):
         narrow: Mapping[Tensor, Tensor],
         factor: Tensor,
     ) -> None:
-        for parameter in trained:
-            if not self.state[parameter]:
-                self.state[parameter] |= _new_state(parameter)
-        states = [self.state[parameter] for parameter in trained]
+        states = [self._state_of(parameter) for parameter in trained]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         group, has_narrow = self.param_groups[number], trained[0] in narrow
@@ -219,11 +216,25 @@ class OnePassAdamW(torch.optim.AdamW):
             num_warps=WARPS,
         )
 
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state |= _new_state(parameter)
+        elif not state["step"].is_cuda and parameter.is_cuda:  # of a state that an AdamW made which is not fused
+            state["step"] = state["step"].to(parameter.device, torch.float32)
+        return state
+
     def set_rates(self) -> None:
         """The groups' learning rates, for an update that was recorded."""
         for (number, _, recorded), table in self._tables.items():
             if recorded:
                 table.lr.fill_(self.param_groups[number]["lr"])
+
+    def expect_recording(self) -> None:
+        """Before an update is recorded, which cannot make tables: one for each that there is."""
+        for (number, narrow, recorded), table in list(self._tables.items()):
+            if not recorded:
+                self._tables[number, narrow, True] = _Table(table.parameters)
 
     def settle(self) -> None:
         """After an update was recorded."""

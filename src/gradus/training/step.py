@@ -107,7 +107,7 @@ class TrainingStep:
     @contextmanager
     def forward(self, micro: MicroBatch, step: int) -> Iterator[None]:
         """Inside, the model and its loss are computed for a micro-batch; then `backward` takes the loss."""
-        seed_for_micro_batch(self._seed, step, micro.position, self._world.device, *self._part)
+        self._seed_for(micro, step)
         if self._guard is not None and not self.under_way:
             self._guard.begin()
         if self._narrow is not None:
@@ -132,6 +132,9 @@ class TrainingStep:
             if explained is error:
                 raise
             raise explained from error
+
+    def _seed_for(self, micro: MicroBatch, step: int) -> None:
+        seed_for_micro_batch(self._seed, step, micro.position, self._world.device, *self._part)
 
     def _refresh_narrow(self) -> None:
         assert self._narrow is not None
