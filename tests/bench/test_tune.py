@@ -105,6 +105,7 @@ def test_each_gain_is_kept_and_their_product_is_told_beside_what_was_measured() 
         ("micro_batch", True),
         ("compile", False),
         ("narrow_weights", False),
+        ("loss_chunks", False),
     ]
     assert found.composed == pytest.approx(1.5 / 1.3 * 2)
     assert found.measured == pytest.approx(found.composed)
@@ -157,6 +158,14 @@ def test_narrow_weights_are_kept_if_they_are_faster_and_the_loss_stays() -> None
     ranks.loss = lambda plan: 2.1 if plan.narrow_weights else 2.0
     (step,) = tuned(ranks, knobs=["narrow_weights"]).steps
     assert (step.kept, step.loss_gap) == (False, pytest.approx(0.05))
+
+
+def test_graphs_and_a_loss_in_parts_are_kept_if_they_are_faster() -> None:
+    def rate(plan: Plan) -> float:
+        return 100.0 * (2.0 if plan.cuda_graph else 1.0) * {1: 1.0, 4: 1.1}.get(plan.loss_chunks, 1.05)
+
+    found = tuned(PretendedGpu(rate), start(micro_batch=64, accumulate=1), knobs=["cuda_graph", "loss_chunks"])
+    assert found.changes == {"cuda_graph": True, "loss_chunks": 4}
 
 
 def test_what_the_recipe_fixes_stays_and_is_not_even_tried() -> None:
@@ -268,6 +277,9 @@ def test_what_findings_point_at_is_tried_first() -> None:
         ("channels_last", {}, "no images"),
         ("narrow_weights", {"precision": "fp32"}, "in fp32"),
         ("narrow_weights", {"mesh": Mesh(replicate=2)}, "for one rank"),
+        ("loss_chunks", {"mesh": Mesh(tensor=2)}, "a part of the vocabulary"),
+        ("cuda_graph", {}, "accumulate is 8"),
+        ("cuda_graph", {"mesh": Mesh(replicate=2)}, "the mesh has 2 ranks"),
     ],
 )
 def test_a_knob_that_cannot_help_says_why(knob: str, changes: dict[str, Any], why: str) -> None:

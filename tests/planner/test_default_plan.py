@@ -288,6 +288,36 @@ def test_only_reference_models_of_images_get_channels_last_unasked(model, cluste
     assert choice.reasons["channels_last"]
 
 
+@pytest.mark.parametrize(
+    ("cluster", "plan", "model", "narrow", "why"),
+    [
+        (gpus(1, [9, 0]), {}, "gpt", True, "1.04×"),
+        (gpus(1, [9, 0]), {"precision": "fp8"}, "gpt", True, "1.04×"),
+        (gpus(4, [9, 0]), {"mesh": {}}, "gpt", True, "1.04×"),
+        (CPU, {"precision": "bf16"}, "gpt", False, "a GPU's memory"),
+        (gpus(1, [7, 0]), {}, "gpt", False, "fp16"),
+        (gpus(1, [9, 0]), {"precision": "fp32"}, "gpt", False, "fp32"),
+        (gpus(2, [9, 0]), {"mesh": {"replicate": 2}}, "gpt", False, "gradients of replicas"),
+        (gpus(2, [9, 0]), {"mesh": {"shard": 2}}, "gpt", False, "gathered in 16 bits anyway"),
+        (gpus(1, [9, 0]), {}, "own.py:Net", False, "not traced"),
+        (gpus(1, [9, 0]), {}, "own", False, "your loop may read the weights"),
+        (gpus(1, [9, 0]), {"narrow_weights": True}, "own", True, "fixed by the recipe"),
+        (gpus(1, [9, 0]), {"narrow_weights": False}, "gpt", False, "fixed by the recipe"),
+    ],
+)
+def test_one_gpu_computes_with_weights_in_16_bits_where_the_model_is_known_to_take_them(
+    cluster, plan, model, narrow, why
+):
+    choice = default_plan(recipe(plan=plan, model={"use": model}), cluster)
+    assert choice.plan.narrow_weights == narrow
+    assert why in choice.reasons["narrow_weights"]
+
+
+def test_without_a_prediction_no_step_is_recorded_and_no_loss_taken_apart():
+    chosen = default_plan(recipe(4096), gpus(1, [9, 0])).plan
+    assert (chosen.cuda_graph, chosen.loss_chunks) == (False, 1)
+
+
 def test_the_checkpoint_interval_is_the_recipes():
     assert default_plan(recipe(checkpoint={"every": 5}), CPU, 1).plan.checkpoint_every == 5
     left = default_plan(recipe(checkpoint={"every": "auto"}), CPU, 1)

@@ -9,16 +9,23 @@ from typing import Any
 from gradus.bench.largest_micro_batch import LargestMicroBatch, sizes_of
 from gradus.bench.tried import Tried
 from gradus.models import catalogue
+from gradus.parallel.support import RULES
+from gradus.planner.defaults import case_of
+from gradus.planner.model_facts import facts_of
 from gradus.schema.cluster import Cluster
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 
-KNOBS = ("workers", "micro_batch", "recompute", "compile", "channels_last", "bucket", "precision", "narrow_weights")
+KNOBS = (
+    *("workers", "micro_batch", "recompute", "compile", "channels_last", "bucket", "precision", "narrow_weights"),
+    *("loss_chunks", "cuda_graph"),
+)
 _FIELDS = {"bucket": ("bucket_mib",), "micro_batch": ("micro_batch", "accumulate")}
 _LITTLE_WAITING = 0.02  # of a step: faster loading would gain less than noise hides
 _WORKERS = (0, 1, 2, 4, 8, 16)
 _BUCKETS = (5, 25, 50, 100)
 _SIZES_TRIED = 3
+_CHUNKS = (1, 4, 8)
 
 # Which knob a finding of `gradus explain` points at.
 POINTS_AT: dict[str, tuple[str, ...]] = {
@@ -26,7 +33,7 @@ POINTS_AT: dict[str, tuple[str, ...]] = {
     "too-few-workers": ("workers",),
     "slow-storage": ("workers",),
     "cpu-oversubscription": ("workers",),
-    "small-kernels": ("compile", "micro_batch"),
+    "small-kernels": ("compile", "cuda_graph", "micro_batch"),
     "fp32": ("precision",),
     "no-tensor-cores": ("precision",),
     "channels-last": ("channels_last",),
@@ -162,6 +169,24 @@ def _narrow_weights(now: Standing) -> Candidates:
     return Candidates(({"narrow_weights": not now.plan.narrow_weights},))
 
 
+def _loss_chunks(now: Standing) -> Candidates:
+    if now.plan.mesh.tensor > 1:
+        return Candidates(why_none="with mesh.tensor, each rank has the logits of a part of the vocabulary alone")
+    if facts_of(now.recipe).vocabulary is None and not now.asked_for:
+        return Candidates(why_none="for losses over a vocabulary (--knobs loss_chunks tries it)")
+    if not now.cluster.gpus_per_node and not now.asked_for:
+        return Candidates(why_none="on a CPU it saves memory and no time (--knobs loss_chunks tries it)")
+    return Candidates(tuple({"loss_chunks": chunks} for chunks in _CHUNKS if chunks != now.plan.loss_chunks))
+
+
+def _cuda_graph(now: Standing) -> Candidates:
+    graphed = now.plan.model_copy(update={"cuda_graph": True})
+    refusal = RULES["cuda_graph"](case_of(now.recipe, now.cluster, graphed))
+    if refusal is not None:
+        return Candidates(why_none=refusal.message.partition(", but ")[2])
+    return Candidates(({"cuda_graph": not now.plan.cuda_graph},))
+
+
 _TRIES = {
     "workers": _workers,
     "micro_batch": _micro_batch,
@@ -171,6 +196,8 @@ _TRIES = {
     "bucket": _bucket,
     "precision": _precision,
     "narrow_weights": _narrow_weights,
+    "loss_chunks": _loss_chunks,
+    "cuda_graph": _cuda_graph,
 }
 
 

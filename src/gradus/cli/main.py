@@ -358,7 +358,7 @@ def tune(
         typer.Option(
             "--knobs",
             help="Try only these, separated by commas: workers, micro_batch, recompute, compile, channels_last, "
-            "bucket, precision, narrow_weights.",
+            "bucket, precision, narrow_weights, loss_chunks, cuda_graph.",
         ),
     ] = None,
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Write the whole plan with reasons.")] = None,

@@ -30,6 +30,7 @@ class ModelFacts:
     balance: str | None = None  # what keeps its experts equally busy
     latent_attention: bool = False
     batch_norm: bool = False
+    vocabulary: int | None = None  # of a loss over all tokens, which may be computed in parts
 
 
 @dataclass(frozen=True)

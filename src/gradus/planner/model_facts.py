@@ -20,7 +20,8 @@ def facts_of(recipe: Recipe) -> ModelFacts:
         return ModelFacts(short_name(recipe.model.use), "user")
     reference, settings = catalogue.resolve(recipe.model.use, recipe.model.options)
     if isinstance(settings, HuggingFaceSettings):
-        return ModelFacts("the Hugging Face model", "huggingface")
+        vocabulary = settings.vocabulary if settings.task == "causal-lm" else None
+        return ModelFacts("the Hugging Face model", "huggingface", vocabulary=vocabulary)
     known: Any = settings
     longest = getattr(known, "context", None)
     given = recipe.data.options.get("context")
@@ -41,6 +42,7 @@ def facts_of(recipe: Recipe) -> ModelFacts:
         balance=getattr(known, "balance", None),
         latent_attention=getattr(known, "attention", None) == "latent",
         batch_norm=reference.name in WITH_BATCH_NORM,
+        vocabulary=getattr(known, "vocabulary", None),
     )
 
 

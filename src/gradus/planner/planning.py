@@ -21,6 +21,7 @@ from gradus.planner.choice.gpu_count import (
     time_of,
     within,
 )
+from gradus.planner.choice.levers import Settled, settled, with_cuda_graph
 from gradus.planner.choice.nothing_fits import nothing_fits
 from gradus.planner.choice.reasons import gib, reasons, refused
 from gradus.planner.choice.search import MOST_CHOICES, Found, Outcome, search
@@ -169,7 +170,8 @@ class Question:
         return known and self.recipe.model.use != OWN
 
     def space(self, ranks: int) -> Space:
-        return space_of(self.recipe, self.cluster, ranks, self.predictor.trace())
+        profile = self.predictor.trace()
+        return space_of(self.recipe, self.cluster, ranks, profile, takes_narrow=self.predictor.takes_narrow)
 
     def answer(self, asked: int | None, most: int) -> Planned:
         """The best plans for so many ranks; for None, for as many as can share the batch."""
@@ -186,15 +188,17 @@ class Question:
         space = self.space(ranks)
         if not found.ranked:
             raise nothing_fits(space, found, self.predictor, self.asked_anew)
-        choices = [self._choice(outcome, found, space) for outcome in found.ranked]
+        plans = settled([outcome.plan for outcome in found.ranked], space, self.predictor)
+        choices = [self._choice(*one, found, space) for one in zip(found.ranked, plans, strict=True)]
         if asked is None and "mesh" not in self.recipe.plan.fixed and ranks < room:
             why = why_not_all(self.recipe, room, ranks)
             choices = [replace(c, reasons=c.reasons | {"mesh": f"{why}; {c.reasons['mesh']}"}) for c in choices]
         return Planned(choices, refused(found, space, self.predictor), self._notes(choices[0]))
 
-    def _choice(self, outcome: Outcome, found: Found, space: Space) -> Choice:
-        why = reasons(outcome, found, space, self.predictor)
-        return self._with_interval(Choice(outcome.plan, why, self.predictor.prediction(outcome.plan)))
+    def _choice(self, outcome: Outcome, settled: Settled, found: Found, space: Space) -> Choice:
+        plan, why = settled
+        why = reasons(outcome, found, space, self.predictor) | why
+        return self._with_interval(Choice(plan, why, self.predictor.prediction(plan)))
 
     def _notes(self, best: Choice) -> list[str]:
         notes, foreseen = list(self.predictor.trace().notes), best.prediction
@@ -229,7 +233,8 @@ class Question:
         nodes = max(self.cluster.nodes, -(-ranks // per_node))
         cluster = self.cluster.model_copy(update={"nodes": nodes})
         predictor = Predictor(recipe, cluster)
-        return space_of(recipe, cluster, ranks, predictor.trace()), predictor
+        profile = predictor.trace()
+        return space_of(recipe, cluster, ranks, profile, takes_narrow=predictor.takes_narrow), predictor
 
     # --- how many
 
@@ -273,8 +278,12 @@ class Question:
         raise missed(limits, budget, gpus_of(choice.plan, self.cluster))
 
     def _budget(self, gpus: int) -> BudgetPrediction | None:
-        found = self.found(self._ranks(gpus), 1)
-        return self.predictor.prediction(found.ranked[0].plan).budget if found.ranked else None
+        ranks = self._ranks(gpus)
+        found = self.found(ranks, 1)
+        if not found.ranked:
+            return None
+        plan, _ = with_cuda_graph(found.ranked[0].plan, self.space(ranks), self.predictor)
+        return self.predictor.prediction(plan).budget
 
 
 def _with_a_way_to_start(problem: NoPlanFits) -> NoPlanFits:

@@ -6,7 +6,7 @@ Recipe ── traced ──▶ profile ── plan, cluster ──▶ memory of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from gradus.parallel.support import check_supported
 from gradus.planner.budget import Length, budget, budget_basis, dataset_length, length_of, writing_seconds
 from gradus.planner.calibration import calibration_basis, corrected_memory, step_at_achieved_rate
 from gradus.planner.choice.candidates import waits_on_host
+from gradus.planner.choice.levers import NOTICED, chunks_of
 from gradus.planner.defaults import case_of, check_ranks, default_plan, ranks_on_a_node, surroundings
 from gradus.planner.memory.device_memory import NO_GPU
 from gradus.planner.memory.host_memory import HostFacts
@@ -30,6 +31,7 @@ from gradus.planner.memory.rank_memory import (
     verdict,
 )
 from gradus.planner.memory.saved_state import checkpoint_bytes
+from gradus.planner.model_facts import facts_of
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.request import NARROW, ProfileRequest, capability_of, profiles_for, request_for
 from gradus.planner.resident_data import resident_bytes
@@ -37,7 +39,7 @@ from gradus.planner.resolve import resolved
 from gradus.planner.speed.device import Device, device_of
 from gradus.planner.speed.host_copy import host_copy
 from gradus.planner.speed.network import fabric_of
-from gradus.planner.speed.step_time import StepFacts, launching_seconds, predicted_step
+from gradus.planner.speed.step_time import GRAPHS_SECONDS, StepFacts, launching_seconds, predicted_step
 from gradus.planner.speed.throughput import hardware_flops, model_flops, throughput
 from gradus.planner.step_error import step_error
 from gradus.schema.cluster import Cluster, GpuNumbers
@@ -51,7 +53,6 @@ GIB = 2**30
 # (ali-vilab/VGen issue 104), 31.75 of 32 (hiyouga/LlamaFactory issue 182), 23.53 of 24 on an A30
 # (google/RB-Modulation issue 5). The least of these shares, rounded down.
 USABLE = 0.98
-NOTICED = 0.01  # of a step: waiting for less is not worth a sentence
 
 
 def predict(recipe: Recipe | str | Path, cluster: Cluster | str | Path, plan: Plan | Mapping[str, Any]) -> Prediction:
@@ -98,6 +99,7 @@ class Predictor:
         self._facts: dict[tuple[int, bool], MemoryFacts] = {}
         self._memories: dict[str, RankMemory] = {}
         self._seconds: dict[str, StepPrediction | None] = {}
+        self.takes_narrow = False  # the model was traced with weights in 16 bits; `trace` finds out
 
     @functools.cached_property
     def limit_bytes(self) -> int | None:
@@ -111,9 +113,29 @@ class Predictor:
         whole = self._request(Plan(mesh=Mesh(replicate=2)))
         if whole.precision not in NARROW:
             return profiles_for(self.recipe, [whole])[0]
-        sharded = replace(whole, narrow_parameters=True, channels_last=self.recipe.plan.channels_last)
-        several = self.cluster.nodes * self.cluster.gpus_per_node * self.recipe.plan.ranks_per_gpu > 1
-        return profiles_for(self.recipe, [whole, *([sharded] if several else [])])[0]
+        alone = self._request(Plan())
+        if self.cluster.nodes * self.cluster.gpus_per_node * self.recipe.plan.ranks_per_gpu > 1:
+            sharded = replace(whole, narrow_parameters=True, channels_last=self.recipe.plan.channels_last)
+            profile, _, narrow = profiles_for(self.recipe, [whole, sharded, alone])
+        else:
+            profile = narrow = profiles_for(self.recipe, [alone, *self._chunked(alone)])[0]
+        self.takes_narrow = alone.narrow_parameters and narrow.traced
+        return profile if profile.traced else profiles_for(self.recipe, [whole])[0]
+
+    def _chunked(self, alone: ProfileRequest) -> list[ProfileRequest]:
+        """What one rank would most likely be asked for next, if its loss is computed in parts."""
+        facts = facts_of(self.recipe)
+        if facts.kind != "reference" or "loss_chunks" in self.recipe.plan.fixed:
+            return []
+        samples = self.recipe.plan.micro_batch if "micro_batch" in self.recipe.plan.fixed else self.recipe.batch
+        chunks = chunks_of(samples * (facts.sequence or 0), facts.vocabulary)
+        return [replace(alone, loss_chunks=chunks)] if chunks > 1 else []
+
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        """Trace what these plans are predicted from, all in one go."""
+        if self._profile is None:
+            requests = list(dict.fromkeys(request_for(plan, self.cluster) for plan in plans))
+            self._profiles |= zip(requests, profiles_for(self.recipe, requests), strict=True)
 
     def profile(self, plan: Plan) -> ModelProfile:
         if self._profile is not None:
@@ -172,6 +194,12 @@ class Predictor:
     def seconds(self, plan: Plan) -> float | None:
         step = self.step(plan)
         return step.total if step is not None else None
+
+    def launching_seconds(self, plan: Plan) -> float:
+        """Of a step, that the device waits for the host to launch its work."""
+        if self.device is None:
+            return 0.0
+        return launching_seconds(self.profile(plan), plan, self.cluster, self.device, self._step_facts)
 
     def prediction(self, plan: Plan) -> Prediction:
         profile, found, step = self.profile(plan), self.rank_memory(plan), self.step(plan)
@@ -236,7 +264,7 @@ class Predictor:
             used = {"links.intra": ranks > 1, "links.inter": ranks > fabric.ranks_per_node}
             links = [note for note in fabric.assumed if used[note.partition(" ")[0]]]
             said += [_sentence(note) for note in (*self.device.notes, *links)]
-            said += self._waiting_basis(profile, plan, self.device)
+            said += self._waiting_basis(plan)
         said += calibration_basis(self.cluster)
         if self.length is None or self.step(plan) is None:
             return said
@@ -250,11 +278,16 @@ class Predictor:
             )
         return said
 
-    def _waiting_basis(self, profile: ModelProfile, plan: Plan, device: Device) -> list[str]:
+    def _waiting_basis(self, plan: Plan) -> list[str]:
         """What a step waits for besides the device and its links."""
         said = ["Waiting for data counts as no time: how fast samples are loaded is not known before a run."]
-        lacking = launching_seconds(profile, plan, self.cluster, device, self._step_facts)
-        step = self.step(plan)
+        if plan.cuda_graph:
+            return [
+                *said,
+                f"The step is launched as graphs, which takes the host {GRAPHS_SECONDS * 1000:.3g} ms: of the order"
+                " that was measured beside an H200.",
+            ]
+        lacking, step = self.launching_seconds(plan), self.step(plan)
         if step is not None and lacking > NOTICED * step.total:
             said.append(
                 f"The host holds up the step: {lacking * 1000:.3g} ms of it the device waits for operators to be"
@@ -264,13 +297,13 @@ class Predictor:
         return said
 
     def _request(self, plan: Plan) -> ProfileRequest:
-        around = surroundings(self.recipe, self.cluster, plan)
+        around = surroundings(self.recipe, self.cluster, plan, takes_narrow=True)  # which the trace is to find out
         fixed = self.recipe.plan.fixed
         values = {
             name: getattr(self.recipe.plan, name) if name in fixed else around[name][0]
-            for name in ("precision", "channels_last")
+            for name in ("precision", "channels_last", "narrow_weights")
         }
-        values |= {name: getattr(self.recipe.plan, name) for name in ("loss_chunks", "narrow_weights")}
+        values["loss_chunks"] = self.recipe.plan.loss_chunks
         return request_for(plan.model_copy(update=values), self.cluster)
 
     def _device_bytes(self, plan: Plan) -> int | None:
@@ -296,7 +329,9 @@ class Predictor:
             facts = memory_facts(self.recipe, capability_of(self.cluster), HostFacts(ranks_per_node=kind[0]))
             if plan.data_on_device:
                 facts = replace(facts, resident_data_bytes=resident_bytes(self.recipe))
-            self._facts[kind] = facts if self.cluster.gpus_per_node else replace(facts, device=NO_GPU)
+            if not self.cluster.gpus_per_node:
+                facts = replace(facts, device=NO_GPU, updates_in_one_pass=False)
+            self._facts[kind] = facts
         return self._facts[kind]
 
 

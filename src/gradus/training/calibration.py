@@ -39,6 +39,7 @@ def on_one_rank(recipe: Recipe, plan: Plan) -> tuple[Recipe, Plan]:
     """
     accumulate = min(plan.accumulate, MOST_MICRO_BATCHES)
     undivided = {"mesh": Mesh(), "zero": 0, "offload": "none", "synchronise_every": 1, "ranks_per_gpu": 1}
+    undivided |= {"cuda_graph": False}  # forward, backward and update are timed one by one, as they are launched
     undivided |= {"stages_per_rank": 1, "pipeline_schedule": "1f1b", "stage_blocks": None}
     here = plan.model_copy(update={**undivided, "accumulate": accumulate, "checkpoint_every": 10**9})
     budget = {"steps": WARM_UP + MOST_STEPS, "epochs": None, "tokens": None}

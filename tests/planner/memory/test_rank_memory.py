@@ -19,6 +19,7 @@ from gradus.planner.memory.rank_memory import (
     RankMemory,
     least_bytes,
     limit_bytes,
+    memory_facts,
     optimizer_tensors,
     predicted_memory,
     verdict,
@@ -26,7 +27,7 @@ from gradus.planner.memory.rank_memory import (
 from gradus.planner.profile.program import Amount, ModelProfile, Storage, Weights
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import MemoryPrediction
-from gradus.schema.recipe import OptimizerBlock
+from gradus.schema.recipe import OptimizerBlock, Recipe
 
 FACTS = MemoryFacts(device=NO_GPU)
 GRADIENT = storage(4, 2, 4, "gradient", fixed=True)  # of 1024 numbers in fp32
@@ -120,6 +121,34 @@ def test_copies_of_autocast_count_as_parameters() -> None:
     model = profile((EMBEDDING, 1), (copied, 4), (HEAD, 1), precision="bf16")
     found = memory(model, precision="bf16", micro_batch=2)
     assert found.parameters == 4 * P + 4 * 2 * KIB
+
+
+def test_in_one_pass_gradients_stay_as_narrow_as_backward_made_them() -> None:
+    """At the end of a step without activations: 2 bytes of a parameter, where others have 4 and 2 beside them."""
+    parts = [
+        (_narrow(part(name, elements=1024, block=name != "head")), times) for name, times in (("b", 4), ("head", 1))
+    ]
+    narrow = replace(profile(*parts, narrow=True), precision="bf16")
+    plan = {"precision": "bf16", "narrow_weights": True}
+    one_pass = replace(FACTS, updates_in_one_pass=True)
+    assert memory(narrow, one_pass, **plan).gradients == 2 * narrow.trained
+    assert rank(narrow, one_pass, **plan).peak_at == "optimizer step"
+    assert memory(narrow, FACTS, **plan).gradients == (4 + 2) * narrow.trained
+    assert rank(narrow, FACTS, **plan).peak_at == "widening gradients"
+    for other in ({"accumulate": 2}, {"precision": "fp16"}):
+        assert memory(narrow, one_pass, **plan | other).gradients == (4 + 2) * narrow.trained
+    assert memory(narrow, one_pass, precision="bf16").gradients == 4 * narrow.trained
+
+
+def test_what_may_leave_a_step_out_updates_in_several_passes() -> None:
+    def offered(**changes: Any) -> bool:
+        document = {"name": "r", "batch": 1, "steps": 1, "optimizer": {"use": "adamw", "lr": 0.1}, **changes}
+        return memory_facts(Recipe.from_document(document)).updates_in_one_pass
+
+    assert offered()
+    assert offered(optimizer={"use": "adamw", "lr": 0.1, "betas": [0.9, 0.95]}, on_nan="rollback")
+    assert not offered(on_nan="skip")
+    assert not offered(optimizer={"use": "lamb", "lr": 0.1})
 
 
 def test_an_average_of_the_weights_is_one_more_copy() -> None:

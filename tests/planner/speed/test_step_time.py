@@ -12,7 +12,7 @@ from gradus.planner.speed.compute import Setting
 from gradus.planner.speed.device import device_of
 from gradus.planner.speed.network import Group, all_reduce, fabric_of
 from gradus.planner.speed.part_time import part_time
-from gradus.planner.speed.step_time import StepFacts, launching_seconds, predicted_step
+from gradus.planner.speed.step_time import GRAPHS_SECONDS, StepFacts, launching_seconds, predicted_step
 from gradus.planner.speed.throughput import hardware_flops, model_flops, throughput
 from gradus.schema.calibration import Calibration
 from gradus.schema.cluster import Cluster, Links
@@ -181,6 +181,42 @@ def test_an_optimizer_takes_the_bytes_of_its_state_over_the_bandwidth():
     assert step(plan(), facts=StepFacts("adamw", clip=True)).optimizer > adamw.optimizer
     sharded = step(plan(mesh=Mesh(shard=8), zero=1), facts=StepFacts("adamw"))
     assert sharded.optimizer == pytest.approx(adamw.optimizer / 8, rel=0.01)
+
+
+def test_narrow_weights_are_updated_in_one_pass_where_the_optimizer_can():
+    rate = DEVICE.bytes_per_second * DEVICE.speeds.bandwidth["optimizer"]
+
+    def moved(facts: StepFacts, **changes: object) -> float:
+        """Bytes for each parameter."""
+        return step(plan(narrow_weights=True, **changes), facts=facts).optimizer * rate / PROFILE.trained
+
+    one_pass = StepFacts("adamw", updates_in_one_pass=True)
+    clipped = replace(one_pass, clip=True)
+    assert moved(one_pass) == pytest.approx(28, rel=0.001)
+    assert moved(clipped) == pytest.approx(28 + 2, rel=0.001), "the norm reads 16 bits, and scaling costs nothing"
+    assert moved(replace(clipped, hooks=True)) == pytest.approx(28 + 2 + 6, rel=0.001), "hooks may have written weights"
+    passes = 6 + 4 + 8 + 28 + 6
+    assert moved(StepFacts("adamw", clip=True)) == pytest.approx(passes, rel=0.001), "as on a CPU"
+    assert moved(clipped, accumulate=2, micro_batch=2) == pytest.approx(passes + 6 + 8, rel=0.001), "sums are wide"
+    assert moved(clipped, precision="fp16") == pytest.approx(passes + 8, rel=0.001), "a step may be left out"
+    wide = step(plan(), facts=clipped).optimizer * rate / PROFILE.trained
+    assert wide == pytest.approx(28 + 4 + 8, rel=0.001), "without copies there is nothing to do at once"
+
+
+def test_a_recorded_step_waits_for_three_launches_and_knows_the_norm_of_its_gradients():
+    tiny = layer(8, 64, 64)
+    small = Part("block", True, (tiny,) * 10, (tiny,) * 20, weights=(Weights(64 * 64 * 10, tensors=10),))
+    profile = ModelProfile("m", (small,), (0,) * 10, "bf16", False, (1, 2))
+    launched, graphed = plan(micro_batch=1), plan(micro_batch=1, cuda_graph=True)
+    waiting = launching_seconds(profile, launched, CLUSTER, DEVICE, StepFacts())
+    busy = step(launched, profile).total - waiting
+    assert busy > GRAPHS_SECONDS
+    assert step(graphed, profile).total == pytest.approx(busy, rel=0.001)
+    assert launching_seconds(profile, graphed, CLUSTER, DEVICE, StepFacts()) == 0
+    single = replace(profile, calls=(0,), parts=(replace(small, forward=(tiny,), backward=(tiny,)),))
+    assert step(graphed, single).total == pytest.approx(GRAPHS_SECONDS)
+    rate = DEVICE.bytes_per_second * DEVICE.speeds.bandwidth["optimizer"]
+    assert step(plan(cuda_graph=True)).optimizer * rate / PROFILE.trained == pytest.approx(28 + 4, rel=0.001)
 
 
 def test_offload_is_slow():

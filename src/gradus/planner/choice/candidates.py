@@ -45,6 +45,7 @@ class Space:
     case: Case
     tensor_divisors: tuple[int, ...] = ()  # numbers that tensor must divide, as far as a trace tells
     divides: bool = True  # whether the trace has layers that tensor divides
+    takes_narrow: bool = False  # the model was traced with weights in 16 bits
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -60,16 +61,19 @@ class Extras:
 
     short_context: bool = False  # dividing the context of samples that are not long
     zero_3_in_pipelines: bool = False
+    wide_weights: bool = False  # computing with the parameters themselves, without copies in 16 bits beside them
     offload: bool = False
 
 
 PLAIN = Extras()
 
 
-def space_of(recipe: Recipe, cluster: Cluster, ranks: int, profile: ModelProfile | None) -> Space:
+def space_of(
+    recipe: Recipe, cluster: Cluster, ranks: int, profile: ModelProfile | None, *, takes_narrow: bool = False
+) -> Space:
     case = case_of(recipe, cluster, Plan())
     if profile is None or not profile.traced:
-        return Space(recipe, cluster, ranks, case)
+        return Space(recipe, cluster, ranks, case, takes_narrow=takes_narrow)
     heads = {
         round(number.fixed)
         for part in profile.parts
@@ -79,7 +83,7 @@ def space_of(recipe: Recipe, cluster: Cluster, ranks: int, profile: ModelProfile
     }
     divides = any(weights.divides == "tensor" for part in profile.parts for weights in part.weights)
     case = replace(case, model=replace(case.model, blocks=case.model.blocks or len(profile.blocks) or None))
-    return Space(recipe, cluster, ranks, case, tuple(sorted(heads - {0})), divides)
+    return Space(recipe, cluster, ranks, case, tuple(sorted(heads - {0})), divides, takes_narrow)
 
 
 def refusal(space: Space, plan: Plan, *, without: tuple[str, ...] = ()) -> InputError | None:
@@ -106,20 +110,23 @@ def candidates(space: Space, extras: Extras = PLAIN, splits: Collection[Split] |
             for schedule, stages in _schedules(space, mesh, few=splits is None):
                 choice = {"mesh": mesh, "zero": zero, "pipeline_schedule": schedule, "stages_per_rank": stages}
                 plan = Plan().model_copy(update=choice | space.fixed)
-                alike = (mesh.pipeline > 1, plan.pipeline_schedule, plan.sharded)
+                alike = (mesh.pipeline > 1, plan.pipeline_schedule, plan.sharded, mesh.world_size == 1)
                 if alike not in around:
                     around[alike] = completed(space, plan)
                 plan = plan.model_copy(update=around[alike])
-                for recompute in _choices(space, "recompute", RECOMPUTE):
-                    for host in _on_host(space, plan, extras):
-                        candidate = plan.model_copy(update={"recompute": recompute, **host})
-                        if refusal(space, candidate, without=ABOUT_THE_SPLIT) is None:
-                            yield candidate
+                weights = (True, False) if plan.narrow_weights and extras.wide_weights else (plan.narrow_weights,)
+                for narrow in _choices(space, "narrow_weights", weights):
+                    for recompute in _choices(space, "recompute", RECOMPUTE):
+                        for host in _on_host(space, plan, extras):
+                            choice = {"narrow_weights": narrow, "recompute": recompute, **host}
+                            candidate = plan.model_copy(update=choice)
+                            if refusal(space, candidate, without=ABOUT_THE_SPLIT) is None:
+                                yield candidate
 
 
 def completed(space: Space, split: Plan) -> dict[str, Any]:
     """What the rest of a plan is to be that cuts the work up in this way."""
-    chosen = surroundings(space.recipe, space.cluster, split)
+    chosen = surroundings(space.recipe, space.cluster, split, takes_narrow=space.takes_narrow)
     return {name: value for name, (value, _) in chosen.items()} | space.fixed
 
 

@@ -26,7 +26,11 @@ def gib(size: float) -> str:
 def reasons(outcome: Outcome, found: Found, space: Space, foresight: Foresight) -> dict[str, str]:
     """For each field of the plan that was chosen, why."""
     plan, mesh = outcome.plan, outcome.plan.mesh
-    said: dict[str, str] = {name: why for name, (_, why) in surroundings(space.recipe, space.cluster, plan).items()}
+    around = surroundings(space.recipe, space.cluster, plan, takes_narrow=space.takes_narrow)
+    said: dict[str, str] = {name: why for name, (_, why) in around.items()}
+    if around["narrow_weights"][0] and not plan.narrow_weights:
+        narrow = plan.model_copy(update={"narrow_weights": True})
+        said["narrow_weights"] = f"with copies in 16 bits it {too_large(narrow, foresight)}"
     said["mesh"] = _mesh(outcome, found, foresight)
     said["zero"] = _zero(outcome, found, foresight)
     if mesh.pipeline > 1:

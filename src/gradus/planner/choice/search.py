@@ -35,8 +35,8 @@ MOST_SIZES = 3  # of micro-batches: mostly the largest that fits is the fastest,
 SAMPLES_ENOUGH, TOKENS_ENOUGH = 8, 4096
 TIERS = (
     Extras(),
-    Extras(short_context=True, zero_3_in_pipelines=True),
-    Extras(short_context=True, zero_3_in_pipelines=True, offload=True),
+    Extras(short_context=True, zero_3_in_pipelines=True, wide_weights=True),
+    Extras(short_context=True, zero_3_in_pipelines=True, wide_weights=True, offload=True),
 )
 
 

@@ -21,6 +21,7 @@ from gradus.planner.memory.moments import Call, Moment, Rules, Stage
 from gradus.planner.memory.saved_state import share_bytes
 from gradus.planner.memory.stage_calls import PassedOn, calls_of_stage, passed_on
 from gradus.planner.memory.timeline import NOTHING_LIVE, Division, Live
+from gradus.planner.one_pass import in_one_pass, offers_one_pass
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.rewritten.fused_norms import profile_with_fused_norms
 from gradus.planner.staging import staged_calls
@@ -58,6 +59,7 @@ class MemoryFacts:
     ema: bool = False  # an average of the weights is kept beside them
     lora: bool = False  # adapters: what is not trained is in no checkpoint
     saves_in_background: bool = True  # from a copy of the state in host memory
+    updates_in_one_pass: bool = False  # the optimizer takes gradients of narrow weights as they are; see one_pass.py
     resident_data_bytes: int = 0  # of a dataset that is kept on the device
     device: DeviceMemory = field(default_factory=DeviceMemory)
     host: HostFacts = field(default_factory=HostFacts)
@@ -75,6 +77,7 @@ def memory_facts(
         ema=any(hook.use == "ema" for hook in recipe.hooks),
         lora=recipe.lora is not None,
         saves_in_background=recipe.checkpoint.background,
+        updates_in_one_pass=offers_one_pass(recipe),
         device=device_memory(capability),
         host=host or HostFacts(),
     )
@@ -195,7 +198,8 @@ def _rank_memory(
         communication=round(number_bytes(plan.precision)[1] * facts.optimizer_temporaries * size.trained)
         // (plan.mesh.shards if plan.sharded and plan.zero else 1),
     )
-    if plan.narrow_weights and not plan.sharded:  # new gradients are beside those that the optimizer gets
+    one_pass = in_one_pass(plan, offered=facts.updates_in_one_pass)
+    if plan.narrow_weights and not plan.sharded and not one_pass:  # new ones are beside those that are handed over
         narrow = number_bytes(plan.precision)[0]
         handed = Live(gradients=state.gradients + narrow * size.trained)
         stepping = max(stepping, Moment("widening gradients", handed), key=lambda each: each.total)
@@ -261,6 +265,8 @@ def _state(size: ModelSize, plan: Plan, facts: MemoryFacts) -> ModelState:
     narrowed = plan.narrow_weights or facts.framework.narrow_parameters
     if narrowed and not plan.sharded and narrow < wide:
         state = replace(state, parameters=narrow * size.parameters, master=wide * size.parameters)
+    if in_one_pass(plan, offered=facts.updates_in_one_pass):
+        state = replace(state, gradients=narrow * size.trained)
     if facts.ema and not (plan.sharded and plan.offload == "cpu"):
         ranks = plan.mesh.shards if plan.sharded and plan.zero else 1
         state = replace(state, optimizer=state.optimizer + wide * size.trained // ranks)

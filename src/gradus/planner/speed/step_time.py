@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gradus.parallel.stages import bubble, stages_of
+from gradus.planner.one_pass import in_one_pass, offers_one_pass
 from gradus.planner.profile.program import ModelProfile, Part
 from gradus.planner.rewritten.as_planned import as_planned
 from gradus.planner.speed.compute import Setting
@@ -53,6 +54,12 @@ OPTIMIZER_KERNELS = {"lamb": 20, "lars": 12}
 NORM_BYTES, SCALE_BYTES, ADD_BYTES = 4.0, 8.0, 12.0  # of a gradient: read; read and written; and another one read
 # Of a weight, read in fp32 and written in 16 bits; of its gradient, the other way round, for each micro-batch.
 ROUNDING_BYTES, WIDENING_BYTES = 6.0, 6.0
+# AdamW with narrow weights in one pass: a gradient of 16 bits is read, weight and moments are read and written, and the
+# weight is written in 16 bits as well. Clipping scales on the way, and its norm reads the narrow gradient.
+ONE_PASS_BYTES, NARROW_NORM_BYTES = 28.0, 2.0
+# That the host needs for a step that is recorded: three launches, copies of a batch and of learning rates, and reading
+# numbers back. Measured as an order of magnitude: a tiny GPT took 0.56 ms a step on an H200, device included.
+GRAPHS_SECONDS = 0.15e-3
 # Where parameters and optimizer state wait on the host, its memory is what an update runs at. Assumed: a rank's share
 # of a server's memory bandwidth (some 200 GB/s for two sockets, eight ranks).
 HOST_MEMORY_BYTES_PER_SECOND = 25e9
@@ -66,11 +73,19 @@ class StepFacts:
     momentum: bool = True  # of sgd
     clip: bool = False
     data_seconds: float = 0.0  # that a step waits for its samples; unknown counts as none
+    updates_in_one_pass: bool = False  # of narrow weights, where the plan lets it; see one_pass.py
+    hooks: bool = False  # which may write weights between steps
 
     @classmethod
     def of(cls, recipe: Recipe) -> StepFacts:
         momentum = bool(recipe.optimizer.options.get("momentum", 0))
-        return cls(recipe.optimizer.use, momentum, recipe.optimizer.clip is not None)
+        return cls(
+            recipe.optimizer.use,
+            momentum,
+            recipe.optimizer.clip is not None,
+            updates_in_one_pass=offers_one_pass(recipe),
+            hooks=bool(recipe.hooks),
+        )
 
 
 @dataclass(frozen=True)
@@ -146,8 +161,10 @@ def _timed(
     optimizer = slowest.optimizer
     # The host launches everything that the device does; where it is slower, all of it takes as long as launching it.
     host = max(micro_batches * rank.host + rank.host_optimizer for rank in per_rank) + running.speeds.host_step_seconds
+    if plan.cuda_graph:
+        host = GRAPHS_SECONDS
     lacking = host - (compute + recompute + exposed + waiting + optimizer)
-    if mesh.pipeline == 1 and any(profile.parts[number].waits for number in set(profile.calls)):
+    if mesh.pipeline == 1 and not plan.cuda_graph and any(profile.parts[number].waits for number in set(profile.calls)):
         held_up = micro_batches * _held_up(profile, plan, _setting(plan, running), per_rank[0])
         lacking = max(lacking, held_up - (compute + recompute + optimizer))
     lacking = max(0.0, lacking)
@@ -315,6 +332,22 @@ def _sending(own: list[StageTime], plan: Plan, fabric: Fabric) -> float:
     return sum(2 * send(stage.sent, fabric, crosses_nodes=crosses) for stage in own)
 
 
+def _around_update(plan: Plan, facts: StepFacts) -> float:
+    """Bytes of each trained element that are moved before and after an update."""
+    clips = facts.clip or plan.precision == "fp16"
+    measured = clips or plan.cuda_graph  # a recorded step has the norm of its gradients in any case
+    if in_one_pass(plan, offered=facts.updates_in_one_pass):
+        return (NARROW_NORM_BYTES if measured else 0.0) + (ROUNDING_BYTES if facts.hooks else 0.0)
+    around = (NORM_BYTES if measured else 0.0) + (SCALE_BYTES if clips else 0.0)
+    if plan.precision == "fp16":
+        around += SCALE_BYTES
+    if plan.accumulate > 1:
+        around += SCALE_BYTES
+    if plan.narrow_weights:
+        around += ROUNDING_BYTES + WIDENING_BYTES * plan.accumulate
+    return around
+
+
 def _optimizer(stretches: list[Stretch], plan: Plan, device: Device, facts: StepFacts) -> tuple[float, float]:
     """Seconds of the device and of the host to clip gradients and to update what a rank holds."""
     speeds = device.speeds
@@ -328,15 +361,9 @@ def _optimizer(stretches: list[Stretch], plan: Plan, device: Device, facts: Step
     each = OPTIMIZER_BYTES.get(facts.optimizer, OWN_OPTIMIZER_BYTES)
     if facts.optimizer == "sgd" and not facts.momentum:
         each = 12.0
-    around = 0.0
-    if facts.clip or plan.precision == "fp16":
-        around += NORM_BYTES + SCALE_BYTES
-    if plan.precision == "fp16":
-        around += SCALE_BYTES
-    if plan.accumulate > 1:
-        around += SCALE_BYTES
-    if plan.narrow_weights:
-        around += ROUNDING_BYTES + WIDENING_BYTES * plan.accumulate
+    around = _around_update(plan, facts)
+    if in_one_pass(plan, offered=facts.updates_in_one_pass):
+        each = ONE_PASS_BYTES
     rate = device.bytes_per_second * speeds.bandwidth["optimizer"]
     if plan.offload == "cpu":
         crossing = 2 * 4.0 * trained / speeds.host_copy_bytes_per_second  # gradients there, parameters back

@@ -1,0 +1,151 @@
+"""Levers: what makes a step faster and is decided when its split is: loss_chunks and cuda_graph. No torch.
+
+Both follow from the micro-batch, so that they are chosen for plans that a search has found, and not searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from gradus.parallel.support import RULES
+from gradus.planner.choice.candidates import Space
+from gradus.planner.choice.reasons import gib
+from gradus.planner.choice.search import Foresight
+from gradus.planner.defaults import Chosen
+from gradus.planner.profile.program import ModelProfile
+from gradus.planner.profile.request import NARROW
+from gradus.schema.errors import InputError
+from gradus.schema.plan import Plan
+
+# Logits from which on they are computed in parts, and what a part may have. On an H200 four parts of GPT-2's 3.1 GiB
+# took 3.0 ms of a step, all at once 4.3; parts of fewer tokens are small matrices.
+CHUNK_BYTES, LEAST_CHUNK_TOKENS = 2**30, 2048
+LOGIT_BYTES = 2  # of 16 bits
+KERNEL_CAPABILITY = (8, 0)  # of GPUs that Triton is made for; on others parts are slower than all at once
+# Of the device's memory: a recorded step keeps what it needs, and an evaluation needs some besides.
+MOST_RECORDED = 0.6
+NOTICED = 0.01  # of a step: waiting for less is not worth a number
+
+
+class Tracing(Foresight, Protocol):
+    """What is asked about plans here besides."""
+
+    def trace(self) -> ModelProfile: ...
+
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        """Trace what these plans are predicted from; an InputError where one of them cannot be."""
+
+    def launching_seconds(self, plan: Plan) -> float:
+        """Of a step, that the device waits for the host to launch its work."""
+
+
+Settled = tuple[Plan, dict[str, str]]  # a plan, and why its levers are as they are
+
+
+def settled(plans: Sequence[Plan], space: Space, foresight: Tracing) -> list[Settled]:
+    """Plans that a search has found, with their levers; what the recipe fixes stays."""
+    found = []
+    for plan, chunks in zip(plans, _loss_chunks(plans, space, foresight), strict=True):
+        reasons = {name: why for name, (_, why) in chunks.items()}
+        chunked = plan.model_copy(update={name: value for name, (value, _) in chunks.items()})
+        graphed, why = with_cuda_graph(chunked, space, foresight)
+        found.append((graphed, reasons | why))
+    return found
+
+
+# --- loss_chunks
+
+
+def chunks_of(tokens: float, vocabulary: int | None) -> int:
+    """How many parts the logits of so many tokens are computed in: the smallest power of two with small parts."""
+    chunks = 1
+    while vocabulary and tokens * vocabulary * LOGIT_BYTES > CHUNK_BYTES * chunks:
+        if tokens < LEAST_CHUNK_TOKENS * 2 * chunks:
+            break
+        chunks *= 2
+    return chunks
+
+
+def _loss_chunks(plans: Sequence[Plan], space: Space, foresight: Tracing) -> list[dict[str, Chosen]]:
+    """For each plan its choice, or nothing. What they are predicted from is traced in one go."""
+    if "loss_chunks" in space.fixed:
+        return [{} for _ in plans]
+    tokens = foresight.trace().tokens_per_sample or 0
+    chosen = [_chunks(plan, space, tokens) for plan in plans]
+    chunked = [
+        plan.model_copy(update={"loss_chunks": chunks})
+        for plan, (chunks, _) in zip(plans, chosen, strict=True)
+        if chunks > 1
+    ]
+    try:
+        foresight.prepare(chunked)
+    except InputError as problem:
+        # What a model of Hugging Face does to its logits is not known before it is looked at.
+        if problem.details.get("field") != "plan.loss_chunks":
+            raise
+        return [{} for _ in plans]
+    return [{"loss_chunks": choice} if choice[1] else {} for choice in chosen]
+
+
+def _chunks(plan: Plan, space: Space, tokens_per_sample: int) -> Chosen:
+    """A value, and why; without a reason where nobody would ask."""
+    mesh, vocabulary = plan.mesh, space.case.model.vocabulary
+    divided = mesh.tensor * mesh.pipeline * mesh.context > 1
+    capability = space.case.capability if space.case.on_gpus else None
+    if vocabulary is None or divided or plan.precision not in NARROW:
+        return 1, ""
+    if capability is None or capability < KERNEL_CAPABILITY:
+        return 1, "the kernel that makes it no slower is for GPUs of compute capability 8.0 or newer"
+    tokens = tokens_per_sample * plan.micro_batch
+    chunks, logits = chunks_of(tokens, vocabulary), tokens * vocabulary * LOGIT_BYTES
+    if chunks == 1:
+        few = f"in parts of fewer than {LEAST_CHUNK_TOKENS:,} tokens matrices would be small"
+        return 1, f"all logits at once take no more than {gib(CHUNK_BYTES)}" if logits <= CHUNK_BYTES else few
+    return chunks, f"all logits at once would take {gib(logits)}, and go through memory four times"
+
+
+# --- cuda_graph
+
+
+def with_cuda_graph(plan: Plan, space: Space, foresight: Tracing) -> Settled:
+    if "cuda_graph" in space.fixed:
+        return plan, {}
+    graphed = plan.model_copy(update={"cuda_graph": True})
+    refusal = RULES["cuda_graph"](replace(space.case, plan=graphed))
+    against = refusal.message.partition(", but ")[2] if refusal is not None else _against_graphs(plan, space, foresight)
+    if against:
+        return plan, {"cuda_graph": against}
+    return graphed, {"cuda_graph": _gain_of_graphs(plan, graphed, foresight)}
+
+
+def _against_graphs(plan: Plan, space: Space, foresight: Foresight) -> str:
+    """Why a step that could be recorded is not, unless the recipe says so."""
+    recipe = space.recipe
+    if space.case.model.kind != "reference":
+        return f"what {space.case.model.name} does on the host would be frozen; the recipe can say true"
+    if recipe.data.packs:
+        return "packed documents have other lengths in each step"
+    if recipe.data.group_by_length is not None:
+        return "batches grouped by length have other shapes"
+    if recipe.hooks:
+        return "what hooks do to the model is not recorded; the recipe can say true"
+    if plan.recompute != "none" and not plan.compile:
+        return "recomputing without compile sets random numbers back on the host"
+    peak, limit = foresight.memory(plan).peak, foresight.limit_bytes
+    if limit is None:
+        return "how much memory there is is not known, and a recorded step keeps what it needs"
+    if peak > MOST_RECORDED * limit:
+        return f"{gib(peak)} of {limit / 2**30:.1f}: a recorded step keeps them, and an evaluation needs some besides"
+    return ""
+
+
+def _gain_of_graphs(plan: Plan, graphed: Plan, foresight: Tracing) -> str:
+    before, after, lacking = foresight.seconds(plan), foresight.seconds(graphed), foresight.launching_seconds(plan)
+    if before is None or after is None or lacking <= NOTICED * before:
+        return "three launches for a step; the device hardly waits for the host without"
+    return (
+        f"three launches for a step: else {lacking * 1000:.3g} of {before * 1000:.3g} ms the device waits for the"
+        f" host, and {after * 1000:.3g} are left"
+    )

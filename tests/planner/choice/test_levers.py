@@ -1,0 +1,291 @@
+"""Levers are chosen for plans that a search has found, each with its reason, and only where they can pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from huggingface_cases import HERE
+from planner_cases import Formula, site
+
+from gradus.planner.choice.candidates import Space, space_of
+from gradus.planner.choice.levers import chunks_of, settled, with_cuda_graph
+from gradus.planner.planning import planned
+from gradus.planner.profile.program import ModelProfile
+from gradus.planner.resolve import resolved
+from gradus.schema.cluster import Cluster
+from gradus.schema.errors import InputError
+from gradus.schema.plan import Mesh, Plan
+from gradus.schema.recipe import Recipe
+
+H200 = Cluster(name="one", gpus_per_node=1, gpu="NVIDIA H200", cpu_cores=16, memory_gib=128)
+GPT = {"use": "gpt", "layers": 2, "width": 64, "heads": 2, "context": 1024, "vocabulary": 65536}
+TEXT = {"use": "synthetic-tokens"}
+LLAMA = {"vocab_size": 65536, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+LLAMA |= {"num_attention_heads": 2, "max_position_embeddings": 1024}
+BERT = {"model_type": "bert", "vocab_size": 65536, "max_position_embeddings": 1024}
+PLAN = Plan(precision="bf16", micro_batch=32, compile=True, narrow_weights=True)  # 4 GiB of logits
+
+
+class Asked(Formula):
+    """10 GiB of state on GPUs of 80, and 8 of 10 ms for launching; what plans are traced for is kept."""
+
+    def __init__(self, state: float = 10, *, launching: float = 0.008, refuses: str | None = None) -> None:
+        super().__init__(state, sample=0.1)
+        self.prepared: list[int] = []
+        self.launching, self.refuses = launching, refuses
+
+    def trace(self) -> ModelProfile:
+        return ModelProfile("m", tokens_per_sample=1024)
+
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        self.prepared += [plan.loss_chunks for plan in plans]
+        if self.refuses and self.prepared:
+            raise InputError("no", field=self.refuses)
+
+    def launching_seconds(self, plan: Plan) -> float:
+        return 0.0 if plan.cuda_graph else self.launching
+
+    def seconds(self, plan: Plan) -> float | None:
+        return 0.010 - (self.launching if plan.cuda_graph else 0.0)
+
+
+def recipe(plan: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+    document = {"name": "r", "model": GPT, "data": TEXT, "batch": 32, "steps": 3, "optimizer": {"lr": 0.1}}
+    return resolved(Recipe.from_document({**document, **changes, "plan": plan or {}}))
+
+
+def space(of: Recipe | None = None, on: Cluster | None = None) -> Space:
+    return space_of(of or recipe(), on or site(gpus=1), 1, None)
+
+
+def chosen(plan: Plan = PLAN, of: Space | None = None, asked: Asked | None = None) -> tuple[Plan, dict[str, str]]:
+    return settled([plan], of or space(), asked or Asked())[0]
+
+
+# --- loss_chunks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "chunks"),
+    [
+        (32 * 1024, 50304, 4),  # GPT-2: 3.1 GiB
+        (8 * 1024, 65536, 1),  # exactly 1 GiB
+        (8 * 1024 + 1, 65536, 2),
+        (16 * 1024, 65536, 2),
+        (16 * 1024 + 1, 65536, 4),
+        (4 * 1024, 1_000_000, 2),  # in four parts, fewer than 2,048 tokens
+        (2 * 1024, 1_000_000, 1),
+        (10**6, None, 1),
+    ],
+)
+def test_parts_have_at_most_a_gib_of_logits_and_at_least_2048_tokens(tokens, vocabulary, chunks):
+    assert chunks_of(tokens, vocabulary) == chunks
+
+
+def test_large_logits_are_computed_in_parts_and_traced_so_in_one_go():
+    asked = Asked()
+    plans = [PLAN, PLAN.model_copy(update={"micro_batch": 16, "accumulate": 2}), PLAN.model_copy(update={"zero": 0})]
+    found = settled(plans, space(), asked)
+    assert [plan.loss_chunks for plan, _ in found] == [4, 2, 4]
+    assert asked.prepared == [4, 2, 4]
+    assert found[0][1]["loss_chunks"] == "all logits at once would take 4.0 GiB, and go through memory four times"
+
+
+@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2}])
+def test_replicas_and_shards_too(mesh):
+    plan = PLAN.model_copy(update={"mesh": Mesh(**mesh), "zero": 3 if "shard" in mesh else 0, "narrow_weights": False})
+    assert chosen(plan)[0].loss_chunks == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "of", "why"),
+    [
+        ({"micro_batch": 8, "accumulate": 4}, None, "no more than 1.0 GiB"),
+        ({"precision": "fp32"}, None, None),
+        ({"mesh": Mesh(tensor=2)}, None, None),
+        ({"mesh": Mesh(pipeline=2)}, None, None),
+        ({"mesh": Mesh(context=2)}, None, None),
+        ({}, "cpu", "compute capability 8.0"),
+        ({"precision": "fp16"}, "v100", "compute capability 8.0"),
+        ({}, "images", None),
+        ({}, "own", None),
+        ({}, "masked", None),
+    ],
+)
+def test_the_loss_stays_whole_where_parts_would_not_pay(changes, of, why):
+    asked = Asked()
+    plan, reasons = chosen(PLAN.model_copy(update=changes), _space(of), asked)
+    assert plan.loss_chunks == 1
+    assert asked.prepared == []
+    assert why is None if "loss_chunks" not in reasons else why in reasons["loss_chunks"]
+
+
+def _space(of: str | None) -> Space:
+    if of == "cpu":
+        return space(on=Cluster(name="cpu", cpu_cores=8, memory_gib=64))
+    if of == "v100":
+        return space(on=Cluster(name="v", gpus_per_node=1, gpu="Tesla V100-SXM2-32GB", cpu_cores=4, memory_gib=9))
+    if of == "images":
+        return space(recipe(model={"use": "resnet18"}, data={"use": "synthetic-images"}))
+    if of == "own":
+        return space(recipe(model={"use": f"{HERE}:llama"}, data={"use": f"{HERE}:Sentences"}))
+    if of == "masked":
+        return space(recipe(model={"use": "huggingface", "task": "masked-lm", "config": BERT}))
+    return space()
+
+
+def test_what_the_recipe_says_about_parts_stays():
+    asked = Asked()
+    plan, reasons = chosen(PLAN.model_copy(update={"loss_chunks": 8}), space(recipe({"loss_chunks": 8})), asked)
+    assert (plan.loss_chunks, asked.prepared) == (8, [])
+    assert "loss_chunks" not in reasons
+
+
+def test_a_model_whose_loss_cannot_be_taken_apart_keeps_it_whole_and_nothing_is_said():
+    of = space(recipe(model={"use": "huggingface", "task": "causal-lm", "config": {"model_type": "llama", **LLAMA}}))
+    assert chosen(of=of)[0].loss_chunks == 4
+    asked = Asked(refuses="plan.loss_chunks")
+    plan, reasons = chosen(of=of, asked=asked)
+    assert (plan.loss_chunks, asked.prepared) == (1, [4])
+    assert "loss_chunks" not in reasons
+    with pytest.raises(InputError):
+        chosen(of=of, asked=Asked(refuses="model"))
+
+
+# --- cuda_graph
+
+
+def test_a_step_that_waits_for_its_launches_is_recorded_and_the_reason_has_the_numbers():
+    plan, reasons = chosen()
+    assert plan.cuda_graph
+    assert reasons["cuda_graph"] == (
+        "three launches for a step: else 8 of 10 ms the device waits for the host, and 2 are left"
+    )
+    plan, reasons = chosen(asked=Asked(launching=0.00005))
+    assert plan.cuda_graph
+    assert reasons["cuda_graph"] == "three launches for a step; the device hardly waits for the host without"
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "state", "why"),
+    [
+        ({}, {"on_nan": "skip"}, 10, "on_nan is skip"),
+        ({}, {"optimizer": {"use": "lamb", "lr": 0.1}}, 10, "the optimizer is lamb"),
+        ({"accumulate": 2, "micro_batch": 16}, {}, 10, "accumulate is 2"),
+        ({"mesh": Mesh(replicate=2), "narrow_weights": False}, {}, 10, "the mesh has 2 ranks"),
+        ({}, {"model": {"use": f"{HERE}:llama"}, "data": {"use": f"{HERE}:Sentences"}}, 10, "the recipe can say true"),
+        ({}, {"data": {**TEXT, "group_by_length": 4}}, 10, "grouped by length have other shapes"),
+        ({}, {"hooks": ["ema"]}, 10, "what hooks do"),
+        ({"recompute": "full", "compile": False}, {}, 10, "recomputing without compile"),
+        ({}, {}, 60, "63.2 GiB of 80.0: a recorded step keeps them"),
+    ],
+)
+def test_a_step_is_launched_as_ever_where_a_recording_might_not_do(plan, changes, state, why):
+    found, reasons = chosen(PLAN.model_copy(update=plan), space(recipe(**changes)), Asked(state))
+    assert not found.cuda_graph
+    assert why in reasons["cuda_graph"]
+
+
+def test_packed_documents_are_not_recorded(tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n' * 50)
+    data = {"use": "text", "path": str(tmp_path / "text.jsonl"), "tokenizer": "bytes", "packing": True}
+    found, reasons = chosen(of=space(recipe(data=data)))
+    assert not found.cuda_graph
+    assert "packed documents" in reasons["cuda_graph"]
+
+
+def test_without_a_known_memory_nothing_is_recorded():
+    asked = Asked()
+    asked.limit_bytes = None
+    assert "not known" in chosen(asked=asked)[1]["cuda_graph"]
+
+
+def test_a_compiled_step_may_recompute_and_up_to_three_fifths_of_the_memory_may_be_recorded():
+    assert chosen(PLAN.model_copy(update={"recompute": "full"}))[0].cuda_graph
+    assert chosen(asked=Asked(48 - 3.2))[0].cuda_graph
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_what_the_recipe_says_about_graphs_stays(said):
+    plan = PLAN.model_copy(update={"cuda_graph": said})
+    assert with_cuda_graph(plan, space(recipe({"cuda_graph": said})), Asked(70)) == (plan, {})
+
+
+# --- all of it
+
+
+def test_a_plan_for_one_gpu_has_all_levers_and_predicts_them():
+    best = planned(recipe(batch=32), H200, 1).choices[0]
+    assert best.prediction is not None
+    assert (best.plan.narrow_weights, best.plan.loss_chunks, best.plan.cuda_graph) == (True, 4, True)
+    assert "1.04×" in best.reasons["narrow_weights"]
+    assert "4.0 GiB" in best.reasons["loss_chunks"]
+    assert "three launches" in best.reasons["cuda_graph"]
+    assert any("launched as graphs" in said for said in best.prediction.basis)
+    without = {"narrow_weights": False, "loss_chunks": 1, "cuda_graph": False}
+    plain = planned(recipe(without, batch=32), H200, 1).choices[0]
+    assert plain.prediction is not None
+    assert best.prediction.memory.peak < plain.prediction.memory.peak
+    assert best.prediction.memory.logits < plain.prediction.memory.logits
+    assert {plain.reasons[name] for name in without} == {"fixed by the recipe"}
+    assert not any("launched as graphs" in said for said in plain.prediction.basis)
+
+
+def test_a_model_that_was_traced_with_narrow_weights_gets_them_whoever_wrote_it():
+    own = recipe(model={"use": f"{HERE}:llama"}, data={"use": f"{HERE}:Sentences"}, batch=4)
+    best = planned(own, H200, 1).choices[0]
+    assert best.plan.narrow_weights
+    assert not best.plan.cuda_graph
+    assert "the recipe can say true" in best.reasons["cuda_graph"]
+
+
+def test_a_model_that_cannot_compute_in_16_bits_keeps_its_weights(tmp_path):
+    (tmp_path / "wide.py").write_text(
+        "from torch import nn\nimport torch\n"
+        "class Wide(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(8, 4)\n"
+        "    def forward(self, x):\n"
+        "        if self.layer.weight.dtype != torch.float32:\n"
+        "            raise RuntimeError('only float32')\n"
+        "        return self.layer(x)\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n        return 64\n"
+        "    def __getitem__(self, n):\n        return torch.ones(8), n % 4\n"
+    )
+    own = {"model": {"use": f"{tmp_path}/wide.py:Wide"}, "data": {"use": f"{tmp_path}/wide.py:Data"}}
+    best = planned(recipe(**own, loss="cross-entropy"), H200, 1).choices[0]
+    assert not best.plan.narrow_weights
+    assert "not traced with them" in best.reasons["narrow_weights"]
+    assert best.prediction is not None
+    assert best.prediction.verdict == "fits", "traced as it is"
+
+
+def test_where_copies_of_the_weights_do_not_fit_the_parameters_are_computed_with():
+    deep = {**GPT, "layers": 8, "width": 1024, "heads": 8, "context": 64, "vocabulary": 256}
+    of = recipe({"micro_batch": 1, "accumulate": 8}, model=deep, batch=8)
+    free = planned(of, H200, 1).choices[0]
+    assert free.plan.narrow_weights
+    peaks = [
+        planned(
+            recipe(
+                {**of.plan.model_dump(include={"micro_batch", "accumulate"}), "narrow_weights": narrow},
+                model=deep,
+                batch=8,
+            ),
+            H200,
+            1,
+        )
+        .choices[0]
+        .prediction.memory.peak
+        for narrow in (True, False)
+    ]
+    assert peaks[1] < peaks[0]
+    limit = (peaks[0] + peaks[1]) / 2
+    small = site(gpus=1, memory_gib=limit / 2**30 * 1.08)
+    best = planned(of, small, 1).choices[0]
+    assert (best.plan.narrow_weights, best.prediction.verdict) == (False, "fits")
+    assert "with copies in 16 bits it needs" in best.reasons["narrow_weights"]
