@@ -197,7 +197,7 @@ class Question:
 
     def _choice(self, outcome: Outcome, settled: Settled, found: Found, space: Space) -> Choice:
         plan, why = settled
-        why = reasons(outcome, found, space, self.predictor) | why
+        why = reasons(outcome, found, space, self.predictor, plan) | why
         return self._with_interval(Choice(plan, why, self.predictor.prediction(plan)))
 
     def _notes(self, best: Choice) -> list[str]:

@@ -11,6 +11,7 @@ from planner_cases import Formula, site
 
 from gradus.planner.choice.candidates import Space, space_of
 from gradus.planner.choice.levers import chunks_of, settled, with_cuda_graph
+from gradus.planner.choice.reasons import gib
 from gradus.planner.planning import planned
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.resolve import resolved
@@ -223,6 +224,7 @@ def test_a_plan_for_one_gpu_has_all_levers_and_predicts_them():
     assert "1.04×" in best.reasons["narrow_weights"]
     assert "4.0 GiB" in best.reasons["loss_chunks"]
     assert "three launches" in best.reasons["cuda_graph"]
+    assert best.reasons["recompute"] == f"fits without: {gib(best.prediction.memory.peak)} of 138.2", "with its levers"
     assert any("launched as graphs" in said for said in best.prediction.basis)
     without = {"narrow_weights": False, "loss_chunks": 1, "cuda_graph": False}
     plain = planned(recipe(without, batch=32), H200, 1).choices[0]

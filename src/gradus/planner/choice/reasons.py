@@ -6,6 +6,7 @@ A reason compares with what else was looked at: without this choice it would not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from gradus.planner.choice.candidates import RECOMPUTE, Space, complexity, micro_batches, refusal, with_micro_batch
@@ -23,15 +24,18 @@ def gib(size: float) -> str:
     return f"{count:,.0f} GiB" if count >= 1000 else f"{count:.1f} GiB"
 
 
-def reasons(outcome: Outcome, found: Found, space: Space, foresight: Foresight) -> dict[str, str]:
-    """For each field of the plan that was chosen, why."""
+def reasons(
+    outcome: Outcome, found: Found, space: Space, foresight: Foresight, settled: Plan | None = None
+) -> dict[str, str]:
+    """For each field of the plan that was chosen, why; `settled` is the plan with its levers, whose memory is told."""
     plan, mesh = outcome.plan, outcome.plan.mesh
+    told = replace(outcome, plan=settled or plan)
     around = surroundings(space.recipe, space.cluster, plan, takes_narrow=space.takes_narrow)
     said: dict[str, str] = {name: why for name, (_, why) in around.items()}
     if around["narrow_weights"][0] and not plan.narrow_weights:
         narrow = plan.model_copy(update={"narrow_weights": True})
         said["narrow_weights"] = f"with copies in 16 bits it {too_large(narrow, foresight)}"
-    said["mesh"] = _mesh(outcome, found, foresight)
+    said["mesh"] = _mesh(told, found, foresight)
     said["zero"] = _zero(outcome, found, foresight)
     if mesh.pipeline > 1:
         said["pipeline_schedule"] = _compared(
@@ -41,7 +45,7 @@ def reasons(outcome: Outcome, found: Found, space: Space, foresight: Foresight) 
     said["micro_batch"] = _micro_batch(outcome, found, space, foresight)
     ranks = mesh.data_ranks
     said["accumulate"] = f"batch {space.recipe.batch} over {count_text(ranks, 'data rank')}"
-    said["recompute"] = _recompute(outcome, found, foresight)
+    said["recompute"] = _recompute(told, found, foresight)
     if plan.offload != "none":
         said["offload"] = "nothing that keeps all state on the GPUs fits"
     if plan.activation_offload:
