@@ -90,7 +90,7 @@ def test_statistics_of_batch_norms_go_on(case, tmp_path):
 
 def test_a_short_last_batch_is_computed_without_a_graph(tmp_path):
     changes = {"steps": None, "epochs": 1.0, "plan": {"precision": "fp32"}}
-    changes["data"] = {"use": "synthetic-images", "size": 16, "samples": 118}
+    changes["data"] = {"use": "synthetic-images", "size": 32, "samples": 118}
     plain, _ = losses(tmp_path, "simple-cnn", False, **changes)
     graphed, live = losses(tmp_path, "simple-cnn", True, **changes)
     assert recorded(live)
