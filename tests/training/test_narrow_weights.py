@@ -70,6 +70,20 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, narrow: NarrowWe
         optimizer.zero_grad()
 
 
+def test_gradients_of_copies_have_those_of_parameters_that_a_loss_held_on_to():
+    model = nn.Linear(3, 1, bias=False)
+    held, narrow = model.weight, NarrowWeights(model, torch.bfloat16)
+    narrow.refresh()
+    narrow.put_in()
+    (model(torch.ones(1, 3, dtype=torch.bfloat16)).sum() + 2.0 * held.sum()).backward()
+    narrow.take_out()
+    ((parameter, gradient),) = narrow.gradients()
+    assert parameter is held
+    assert held.grad is None
+    assert gradient.dtype == torch.bfloat16
+    assert gradient.tolist() == [[3.0, 3.0, 3.0]]
+
+
 @pytest.mark.parametrize("passes", [1, 3])
 def test_copies_that_are_not_rounded_change_nothing(passes):
     (plain, optimizer), (model, narrow_optimizer) = made(), made()

@@ -80,7 +80,14 @@ class NarrowWeights:
         return {copy.of: copy.narrow for copy in self._copies.values() if copy.of.requires_grad}
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters and the gradients of their copies."""
+        """Parameters and the gradients of their copies; with those of the parameters themselves, which a loss may have
+        used that took hold of them before."""
+        for copy in self._copies.values():
+            wide = copy.of.grad
+            if wide is not None:
+                narrow = copy.narrow.grad
+                copy.narrow.grad = (wide if narrow is None else wide + narrow).to(copy.narrow.dtype)
+                copy.of.grad = None
         return [(copy.of, copy.narrow.grad) for copy in self._copies.values() if copy.narrow.grad is not None]
 
     def clear_gradients(self) -> None:

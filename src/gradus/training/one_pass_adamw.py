@@ -189,6 +189,7 @@ class OnePassAdamW(torch.optim.AdamW):
         moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         mine = [gradients[p] for p in trained]
         copies = [narrow[p] if has_narrow else p for p in trained]
+        assert all(gradient.dtype == mine[0].dtype for gradient in mine), "one kernel reads them all"
         table.point_at([mine, trained, *moments, steps, copies])
         if not _recording(table.lr):
             table.lr.fill_(group["lr"])

@@ -241,10 +241,8 @@ class TrainingStep:
 
     def _trained(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters and their gradients; those of narrow weights, where the optimizer takes them as they are."""
-        found: list[tuple[Tensor, Tensor]] = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        if self._one_pass and self._narrow is not None:
-            found += self._narrow.gradients()
-        return found
+        narrow = self._narrow.gradients() if self._one_pass and self._narrow is not None else []
+        return [*((p, p.grad) for p in self._parameters if p.grad is not None), *narrow]
 
     def _update_in_one_pass(self, trained: list[tuple[Tensor, Tensor]], factor: Tensor | None) -> None:
         assert self._narrow is not None
