@@ -47,7 +47,19 @@ def test_the_best_peer_counts_and_the_absent_are_named(benchmarks: None) -> None
 
     figures = {"raw": [9.0, 10.0, 12.0], "accelerate": [20.0], "gradus": [30.0]}
     row = table([written({name: {"figures": found} for name, found in figures.items()}, ["fabric"])]).splitlines()[-1]
-    assert row == "| a work, steps/s | 10 ± 1.5 | absent | 20 ± 0 | 30 ± 0 | 1.500 (accelerate) |  |  |  | ≥ 1.5× |"
+    assert row == "| a work, steps/s | 10 ± 1.5 | absent | 20 ± 0 | 30 ± 0 |  | 1.500 (accelerate) |  |  |  | ≥ 1.5× |"
+
+
+def test_both_of_ours_are_compared_in_speed_and_in_memory(benchmarks: None) -> None:
+    from peer_table import table
+
+    found = {
+        "raw": {"figures": [10.0], "peak_gib": 20.0},
+        "gradus": {"figures": [12.0], "peak_gib": 15.0, "loss_gap": 0.0},
+        "gradus-lean": {"figures": [11.0], "peak_gib": 10.0, "loss_gap": 0.001},
+    }
+    row = table([written(found, [])]).splitlines()[-1]
+    assert "| 1.200, 1.100 (raw) | 0.75, 0.50 (15.0, 10.0 / 20.0 GiB) |  | 0.00%, 0.10% |" in row
 
 
 def test_of_times_the_shortest_is_the_best(benchmarks: None) -> None:
@@ -62,7 +74,7 @@ def test_a_contestant_that_fails_is_told_and_not_compared(benchmarks: None) -> N
 
     failed = {"figures": [], "problem": "OutOfMemoryError: too large"}
     row = table([written({"raw": {"figures": [10.0]}, "gradus": failed}, [])]).splitlines()[-1]
-    assert row == "| a work, steps/s | 10 ± 0 |  |  | OutOfMemoryError: too large |  |  |  |  | ≥ 1.5× |"
+    assert row == "| a work, steps/s | 10 ± 0 |  |  | OutOfMemoryError: too large |  |  |  |  |  | ≥ 1.5× |"
 
 
 def test_losses_are_compared_at_the_steps_that_both_have(benchmarks: None) -> None:
