@@ -139,6 +139,13 @@ REFUSED_COMBINATIONS: list[Refusal] = [
     (
         "cuda_graph",
         {"mesh": {}, "cuda_graph": True},
+        {"optimizer": {"use": "sgd", "lr": 0.1, "momentum": 0.9, "dampening": 0.1}},
+        H100,
+        "plan.cuda_graph: found true, but the optimizer has dampening, which torch's kernels on the device lack",
+    ),
+    (
+        "cuda_graph",
+        {"mesh": {}, "cuda_graph": True},
         {"on_nan": "skip"},
         H100,
         "plan.cuda_graph: found true, but on_nan is skip: whether a step counts is decided anew in each",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ def test_statistics_of_batch_norms_go_on(case, tmp_path):
     for (name, found), (_, expected) in zip(live.model.named_buffers(), before.model.named_buffers(), strict=True):
         if "num_batches" in name:
             assert torch.equal(found, expected), name
+        else:
+            assert torch.allclose(found, expected, rtol=0.05, atol=0.02), name
 
 
 def test_a_short_last_batch_is_computed_without_a_graph(tmp_path):
@@ -95,7 +98,23 @@ def test_a_short_last_batch_is_computed_without_a_graph(tmp_path):
     graphed, live = losses(tmp_path, "simple-cnn", True, **changes)
     assert recorded(live)
     assert len(graphed) == 10
-    assert graphed[:6] == pytest.approx(plain[:6], rel=1e-3)
+    assert graphed == pytest.approx(plain, rel=2e-2)  # the last of which is that batch's
+
+
+def test_a_run_that_goes_on_after_a_stop_is_the_run_that_never_stopped(tmp_path):
+    changes: dict[str, Any] = {"plan": {"precision": "bf16", "narrow_weights": True, "checkpoint_every": 10}}
+    whole, live = losses(tmp_path, "gpt", True, **changes)
+    recipe, plan = live.recipe, live.plan
+    for checkpoint in live.store.steps():
+        if checkpoint > 10:
+            shutil.rmtree(live.store.path(checkpoint))
+    resumed = LiveRun.from_recipe(recipe, plan, live.run, 2, alone(torch.device("cuda", 0)))
+    assert resumed.state.step == 10
+    train(resumed)
+    resumed.recorder.close(state="finished")
+    assert recorded(resumed)
+    rows = [row for row in read_metrics(live.run) if row.get("loss") is not None]
+    assert [row["loss"] for row in rows] == pytest.approx(whole, rel=2e-3)
 
 
 class Waits(nn.Module):
@@ -103,10 +122,10 @@ class Waits(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 1)
+        self.layer, self.dropout = nn.Linear(8, 1), nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x)
+        y: torch.Tensor = self.layer(self.dropout(x))
         return y * (2.0 if float(y.sum()) > 0 else 1.0)
 
 
@@ -125,9 +144,12 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch, model: nn.Module, *, grap
     recipe["optimizer"] = {"use": "adamw", "lr": 0.05, "decay": "cosine"}
     run = Run.start({**recipe, "plan": {"cuda_graph": graph, "compile": False, "precision": "fp32"}})
     model, _ = run.prepare(model)
+    held = []
     for _ in run.batches(Points()):
         run.step(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))
+        held.append(torch.cuda.memory_allocated())
     live = run._live
+    assert held[-1] == held[10], "batches are freed, whether or not a recording came to its end"
     run.finish()
     return [row["loss"] for row in read_metrics(live.run) if row.get("loss") is not None], live
 

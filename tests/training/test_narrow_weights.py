@@ -70,6 +70,12 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, narrow: NarrowWe
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, affine=True)])
+def test_norms_with_statistics_keep_wide_weights(norm):
+    narrow = NarrowWeights(nn.Sequential(norm, nn.Linear(4, 4)), torch.bfloat16)
+    assert len(narrow.copies()) == 2
+
+
 def test_gradients_of_copies_have_those_of_parameters_that_a_loss_held_on_to():
     model = nn.Linear(3, 1, bias=False)
     held, narrow = model.weight, NarrowWeights(model, torch.bfloat16)

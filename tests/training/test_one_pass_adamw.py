@@ -66,6 +66,16 @@ class Pair:
                 torch.testing.assert_close(found[moment], expected[moment], rtol=1e-5, atol=1e-7)
 
 
+def test_a_beta_may_be_zero() -> None:
+    pair = Pair(torch.float32)
+    for optimizer in (pair.torchs, pair.one_pass):
+        optimizer.param_groups[0]["betas"] = (0.0, 0.95)
+        optimizer.param_groups[1]["betas"] = (0.9, 0.0)
+    for _ in range(3):
+        pair.step()
+    pair.assert_alike()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_and_state_are_those_of_torch(dtype: torch.dtype) -> None:
     pair = Pair(dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from training_cases import live_run, recipe_for
 
 from gradus.parallel.world import alone
@@ -16,6 +17,8 @@ from gradus.training import live_run as building
 from gradus.training.gradients import total_norm
 from gradus.training.live_run import LiveRun
 from gradus.training.loop import train
+from gradus.training.precision import numbers_for
+from gradus.training.step import TrainingStep
 
 CPU = torch.device("cpu")
 
@@ -68,6 +71,25 @@ def test_narrow_weights_follow_the_update_and_what_others_write(tmp_path, monkey
         first.mul_(2.0)
     live.step._refresh_narrow()
     assert torch.equal(copies[first], first.to(torch.bfloat16))
+
+
+def test_parameters_that_are_not_in_fp32_or_have_gaps_are_left_to_torch():
+    def takes(parameter: torch.Tensor) -> bool:
+        layer = nn.Linear(8, 8)
+        layer.weight = nn.Parameter(parameter)
+        recipe = recipe_for("gpt")
+        optimizer = building.build_optimizer(layer, recipe.optimizer, narrow_weights=True)
+        numbers = numbers_for("bf16", CPU)
+        step = TrainingStep(
+            layer, optimizer, None, numbers, alone(CPU), accumulate=1, clip=None, seed=1, narrow_weights=True
+        )
+        return step._one_pass
+
+    assert takes(torch.zeros(8, 8))
+    assert takes(torch.zeros(8, 8).t())
+    assert not takes(torch.zeros(8, 8, dtype=torch.bfloat16))
+    assert not takes(torch.zeros(8, 8, dtype=torch.float64))
+    assert not takes(torch.zeros(8, 16)[:, ::2])
 
 
 def test_the_norm_of_narrow_gradients_is_not_rounded():

@@ -9,6 +9,7 @@ from typing import Any
 from gradus.bench.largest_micro_batch import LargestMicroBatch, sizes_of
 from gradus.bench.tried import Tried
 from gradus.models import catalogue
+from gradus.parallel.case import reason_of
 from gradus.parallel.support import RULES
 from gradus.planner.defaults import case_of
 from gradus.planner.model_facts import facts_of
@@ -183,7 +184,7 @@ def _cuda_graph(now: Standing) -> Candidates:
     graphed = now.plan.model_copy(update={"cuda_graph": True})
     refusal = RULES["cuda_graph"](case_of(now.recipe, now.cluster, graphed))
     if refusal is not None:
-        return Candidates(why_none=refusal.message.partition(", but ")[2])
+        return Candidates(why_none=reason_of(refusal))
     return Candidates(({"cuda_graph": not now.plan.cuda_graph},))
 
 

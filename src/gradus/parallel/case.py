@@ -49,3 +49,8 @@ class Case:
 def refused(field: str, found: object, why: str, *, allowed: object, hint: str) -> InputError:
     """A refusal in one line: the field, what was found, and why not; the hint says what would do."""
     return InputError(f"{field}: found {found}, but {why}", hint=hint, field=field, found=found, allowed=allowed)
+
+
+def reason_of(refusal: InputError) -> str:
+    """Why, without what was found."""
+    return refusal.message.partition(", but ")[2] or refusal.message

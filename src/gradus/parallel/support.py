@@ -16,6 +16,7 @@ from gradus.schema.plan import Plan
 Rule = Callable[[Case], InputError | None]
 
 GRAPHED_OPTIMIZERS = ("adamw", "sgd")  # torch's kernels of which read the learning rate on the device
+LOSS_KERNEL_CAPABILITY = (8, 0)  # the oldest GPUs that Triton is made for; on others a loss in parts is slower
 FP8_CAPABILITY = {"tensor": (8, 9), "row": (8, 9), "block": (9, 0), "mx": (10, 0)}
 
 
@@ -193,6 +194,8 @@ def _cuda_graph(case: Case) -> InputError | None:
         why, hint = "loss scaling decides anew in each step", "plan.precision=bf16"
     elif recipe.optimizer.use not in GRAPHED_OPTIMIZERS:
         why = f"the optimizer is {recipe.optimizer.use}, whose learning rate would be recorded with it"
+    elif recipe.optimizer.options.get("dampening"):
+        why, hint = "the optimizer has dampening, which torch's kernels on the device lack", "optimizer.dampening=0"
     elif recipe.on_nan == "skip":
         why, hint = "on_nan is skip: whether a step counts is decided anew in each", "on_nan=stop"
     elif recipe.anomaly:

@@ -192,14 +192,9 @@ def _narrow_weights(recipe: Recipe, split: Plan, precision: str, gpus: bool, tak
         # Between forward and backward such a loop sees the copies, and may keep what it finds there (a mean of the
         # weights, or parameters to differentiate by): it is not known what it does.
         return False, "your loop may read the weights between forward and backward; the recipe can say true"
-    if not takes_narrow and not is_reference(recipe):
+    if not takes_narrow and facts_of(recipe).kind != "reference":
         return False, "the model was not traced with them, and may not take them; the recipe can say true"
     return True, "weights are rounded once a step, and layers add up in 16 bits: 1.04× for GPT-2 on an H200"
-
-
-def is_reference(recipe: Recipe) -> bool:
-    """Whether the model is one of the reference models."""
-    return facts_of(recipe).kind == "reference"
 
 
 def _compile(gpus: bool, zero_bubble: bool) -> Chosen:

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor  # private, but there is no
 
 from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
+from gradus.parallel.support import LOSS_KERNEL_CAPABILITY
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of logits; fp64 keeps its digits
-KERNEL_CAPABILITY = (8, 0)  # the oldest GPUs that Triton is made for
 # Rows of the output matrix, in 16 bits: of an odd number of columns, the rows of logits begin anywhere, and then
 # neither products nor the kernel can read 16 bytes at once. This many is a line of the cache.
 ALIGNED_ROWS = 64
@@ -151,7 +151,7 @@ def work_of(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ker
 def _has_kernel(device: torch.device) -> bool:
     if device.type != "cuda" or find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= LOSS_KERNEL_CAPABILITY
 
 
 def padded(tensor: Tensor, multiple: int, dtype: torch.dtype) -> Tensor:

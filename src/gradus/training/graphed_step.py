@@ -10,11 +10,13 @@ shape, such as a short last one, is computed without a graph.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +52,7 @@ class GraphedStep(TrainingStep):
     _alike = 0  # steps in a row whose batches had the same shape
     _last_shape: object = None
     _refused = False
+    _pool: Any = None
 
     @property
     def is_recorded(self) -> bool:
@@ -90,6 +93,12 @@ class GraphedStep(TrainingStep):
         recording.update.replay()
         return self._readback.send(recording.names, recording.values)
 
+    def _set_rates(self, lr: float) -> None:
+        """Rounded as a graph has them: a run that goes on without one for a few steps must do the same."""
+        super()._set_rates(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(np.float32(group["lr"]))
+
     def _pass_on_rates(self, rates: list[Tensor]) -> None:
         if self._one_pass:
             self.optimizer.set_rates()  # type: ignore[attr-defined]
@@ -103,7 +112,7 @@ class GraphedStep(TrainingStep):
         own, self.own = self.own, None  # whose events would be recorded, too
         try:
             self._recording = self._recorded(kept, step, shape)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:  # of torch, for what cannot be recorded
             self._refused = True
             self._forget_step()
             if self.tell is not None:
@@ -114,7 +123,8 @@ class GraphedStep(TrainingStep):
     def _recorded(self, micro: MicroBatch, step: int, shape: object) -> _Recording:
         graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
         stream = torch.cuda.Stream(self._world.device)  # type: ignore[no-untyped-call]
-        pool = torch.cuda.graph_pool_handle()  # one: backward finds what forward left, and the update the gradients
+        # One for all: backward finds there what forward left, and the update the gradients.
+        self._pool = pool = torch.cuda.graph_pool_handle()
 
         def recorded(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
             # Other threads go on meanwhile: they load data, and write checkpoints.
@@ -147,7 +157,9 @@ class GraphedStep(TrainingStep):
             super()._refresh_narrow()
 
     def _forget_step(self) -> None:
-        """After a recording that failed."""
+        """After a recording that failed, with which torch leaves its allocator: all that is freed would stay kept."""
+        with contextlib.suppress(AttributeError, RuntimeError):  # unless the recording came to its end
+            torch._C._cuda_endAllocateToPool(self._world.device.index or 0, self._pool)
         self._losses, self._counts = [], []
         self.abandon()
         self._clear_gradients()
@@ -178,5 +190,5 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 def _shape(micro: MicroBatch) -> object:
-    """What must not change from step to step."""
-    return micro.samples, [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in _tensors(micro.inputs)]
+    """What must not change from step to step: shapes, and whatever is no tensor."""
+    return micro.samples, mapped(micro.inputs, lambda tensor: (tensor.shape, tensor.dtype, tensor.stride()))

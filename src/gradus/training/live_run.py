@@ -36,6 +36,7 @@ from gradus.faults.watchdog import Patience
 from gradus.hardware.catalogue import find_gpu, peak_flops
 from gradus.hardware.rank_cores import cores_of_rank
 from gradus.parallel.batch_norm import has_batch_norm
+from gradus.parallel.case import refused
 from gradus.parallel.context import split_sequence
 from gradus.parallel.local_sgd import LocalSGD, check_can_step_alone
 from gradus.parallel.pipeline import StagesHere
@@ -265,6 +266,10 @@ class LiveRun:
             )
         self.model = unwrapped(wrapped)
         if optimizer is not None:
+            if plan.cuda_graph:
+                why = "the script has an optimizer of its own, whose numbers a recording would freeze"
+                hint = "let the recipe name the optimizer, and call run.prepare(model)"
+                raise refused("plan.cuda_graph", "true", why, allowed="false", hint=hint)
             rebind(optimizer, names, self.model)
         narrow = plan.narrow_weights and world.device.type == "cuda"
         self.optimizer = optimizer or build_optimizer(self.model, recipe.optimizer, narrow_weights=narrow)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Kernels of batch norms want their weights as wide as their statistics; a recurrent layer has a list of its weights
-# besides its parameters.
-_LEFT_ALONE = (nn.modules.batchnorm._BatchNorm, nn.RNNBase)
+# Kernels of batch and instance norms want their weights as wide as their statistics; a recurrent layer has a list of
+# its weights besides its parameters.
+_LEFT_ALONE = (nn.modules.batchnorm._NormBase, nn.RNNBase)
 
 
 @dataclass

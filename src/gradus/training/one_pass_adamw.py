@@ -24,8 +24,8 @@ def _updated(  # type: ignore[no-untyped-def]
     gradient, weight, first, second, lr, decay, left1, left2, correction1, correction2, eps
 ):
     weight -= lr * decay * weight
-    first += left1 * (gradient - first)
-    second += left2 * (gradient * gradient - second)
+    first = (1 - left1) * first + left1 * gradient
+    second = (1 - left2) * second + left2 * gradient * gradient
     weight -= lr / correction1 * first / (tl.sqrt(second) / tl.sqrt(correction2) + eps)
     return weight, first, second
 
@@ -203,8 +203,7 @@ class OnePassAdamW(torch.optim.AdamW):
             factor,
             1 - beta1,
             1 - beta2,
-            math.log(beta1),
-            math.log(beta2),
+            *(math.log(beta) if beta else -math.inf for beta in (beta1, beta2)),
             group["eps"],
             group["weight_decay"],
             len(trained),

@@ -244,12 +244,6 @@ class Run:
         self._forward.__exit__(None, None, None)
         self._micro = self._forward = None
         loss_sum, count = self._sum_and_count(loss, micro)
-        if not loss_sum.requires_grad:
-            raise InputError(
-                "run.step: no gradient can flow from this loss",
-                hint="compute it from the output of the prepared model, without .item(), .detach() or torch.no_grad()",
-                field="step",
-            )
         if micro.samples == 0:  # padding: this rank has no sample left in the last step of the run
             loss_sum, count = loss_sum * 0, count * 0
         live.step.backward(loss_sum, count)
@@ -259,7 +253,14 @@ class Run:
 
     def _sum_and_count(self, loss: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         context = self._live.plan.mesh.context
-        return sum_and_count(loss, micro.samples, with_loss=True, what="run.step", context=context)
+        loss_sum, count = sum_and_count(loss, micro.samples, with_loss=True, what="run.step", context=context)
+        if not loss_sum.requires_grad:
+            raise InputError(
+                "run.step: no gradient can flow from this loss",
+                hint="compute it from the output of the prepared model, without .item(), .detach() or torch.no_grad()",
+                field="step",
+            )
+        return loss_sum, count
 
     def _step_as_graphs(
         self,

@@ -76,7 +76,7 @@ class TrainingStep:
         self._guard = Guard(model, world, skips=on_nan == "skip") if on_nan != "stop" else None
         whole_updates = accumulate == 1 and self.loss_scale is None and not (self._guard and self._guard.skips)
         self._one_pass = (
-            self._narrow is not None and whole_updates and getattr(optimizer, "updates_narrow_weights", False)
+            self._narrow is not None and whole_updates and _takes_narrow_gradients(optimizer, self._parameters)
         )
         self._unscaled = torch.ones((), device=world.device) if self._one_pass else None
         self._uncounted: frozenset[Tensor] = frozenset()  # parameters that another pipeline stage has as well
@@ -307,6 +307,18 @@ class TrainingStep:
         """What a rank divides its losses by: the expected count of the step over the ranks that are averaged over."""
         share = self.accumulate / self._world.averaging_ranks
         return above_zero(count_of_first if share == 1 else count_of_first * share, share)
+
+
+def _takes_narrow_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+    """Whether it takes gradients of copies as they are: of parameters in fp32, without gaps in memory."""
+    plain = all(parameter.dtype == torch.float32 and is_dense(parameter) for parameter in parameters)
+    return plain and getattr(optimizer, "updates_narrow_weights", False)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 0 or last + 1 == tensor.numel()
 
 
 def above_zero(count: Tensor, otherwise: float) -> Tensor:

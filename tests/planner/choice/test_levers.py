@@ -18,6 +18,7 @@ from gradus.planner.resolve import resolved
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
+from gradus.schema.prediction import MemoryPrediction
 from gradus.schema.recipe import Recipe
 
 H200 = Cluster(name="one", gpus_per_node=1, gpu="NVIDIA H200", cpu_cores=16, memory_gib=128)
@@ -95,6 +96,20 @@ def test_large_logits_are_computed_in_parts_and_traced_so_in_one_go():
     assert [plan.loss_chunks for plan, _ in found] == [4, 4, 8]
     assert asked.prepared == [4, 4, 8]
     assert found[0][1]["loss_chunks"] == "all logits at once would take 4.0 GiB, and go through memory four times"
+
+
+def test_the_loss_stays_whole_where_parts_need_more_memory():
+    class Wide(Asked):
+        """An output layer whose gradient is larger than the logits."""
+
+        def memory(self, plan: Plan) -> MemoryPrediction:
+            more = 3 * 2**30 if plan.loss_chunks > 1 else 0
+            found = super().memory(plan)
+            return found.model_copy(update={"gradients": found.gradients + more})
+
+    plan, reasons = chosen(asked=Wide())
+    assert plan.loss_chunks == 1
+    assert reasons["loss_chunks"] == "in parts it would take 16.2 GiB in place of 13.2 GiB"
 
 
 @pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2}])
@@ -182,6 +197,7 @@ def test_a_step_that_waits_for_its_launches_is_recorded_and_the_reason_has_the_n
         ({}, {"model": {"use": f"{HERE}:llama"}, "data": {"use": f"{HERE}:Sentences"}}, 10, "the recipe can say true"),
         ({}, {"data": {**TEXT, "group_by_length": 4}}, 10, "grouped by length have other shapes"),
         ({}, {"hooks": ["ema"]}, 10, "what hooks do"),
+        ({}, {"loss": {"use": "torch.nn:CrossEntropyLoss"}}, 10, "does on the host would be frozen"),
         ({"recompute": "full", "compile": False}, {}, 10, "recomputing without compile"),
         ({}, {}, 60, "63.2 GiB of 80.0: a recorded step keeps them"),
     ],

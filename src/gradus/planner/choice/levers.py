@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from gradus.parallel.support import RULES
+from gradus.parallel.case import reason_of
+from gradus.parallel.support import LOSS_KERNEL_CAPABILITY, RULES
 from gradus.planner.choice.candidates import Space
 from gradus.planner.choice.reasons import gib
 from gradus.planner.choice.search import Foresight
@@ -23,7 +24,6 @@ from gradus.schema.plan import Plan
 # took 3.0 ms of a step, all at once 4.3; parts of fewer tokens are small matrices. Fewer parts were not measured.
 CHUNK_BYTES, LEAST_CHUNK_TOKENS, LEAST_CHUNKS = 2**30, 2048, 4
 LOGIT_BYTES = 2  # of 16 bits
-KERNEL_CAPABILITY = (8, 0)  # of GPUs that Triton is made for; on others parts are slower than all at once
 # Of the device's memory: a recorded step keeps what it needs, and an evaluation needs some besides.
 MOST_RECORDED = 0.6
 NOTICED = 0.01  # of a step: waiting for less is not worth a number
@@ -89,7 +89,18 @@ def _loss_chunks(plans: Sequence[Plan], space: Space, foresight: Tracing) -> lis
         if problem.details.get("field") != "plan.loss_chunks":
             raise
         return [{} for _ in plans]
-    return [{"loss_chunks": choice} if choice[1] else {} for choice in chosen]
+    return [
+        {"loss_chunks": _if_it_saves(plan, choice, foresight)} if choice[1] else {}
+        for plan, choice in zip(plans, chosen, strict=True)
+    ]
+
+
+def _if_it_saves(plan: Plan, choice: Chosen, foresight: Foresight) -> Chosen:
+    """Parts keep the gradient of the output layer from forward on: of a wide one that is more than they save."""
+    whole, parts = (foresight.memory(p).peak for p in (plan, plan.model_copy(update={"loss_chunks": choice[0]})))
+    if parts <= whole:
+        return choice
+    return 1, f"in parts it would take {gib(parts)} in place of {gib(whole)}"
 
 
 def _chunks(plan: Plan, space: Space, tokens_per_sample: int) -> Chosen:
@@ -99,7 +110,7 @@ def _chunks(plan: Plan, space: Space, tokens_per_sample: int) -> Chosen:
     capability = space.case.capability if space.case.on_gpus else None
     if vocabulary is None or divided or plan.precision not in NARROW:
         return 1, ""
-    if capability is None or capability < KERNEL_CAPABILITY:
+    if capability is None or capability < LOSS_KERNEL_CAPABILITY:
         return 1, "the kernel that makes it no slower is for GPUs of compute capability 8.0 or newer"
     tokens = tokens_per_sample * plan.micro_batch
     chunks, logits = chunks_of(tokens, vocabulary), tokens * vocabulary * LOGIT_BYTES
@@ -117,7 +128,7 @@ def with_cuda_graph(plan: Plan, space: Space, foresight: Tracing) -> Settled:
         return plan, {}
     graphed = plan.model_copy(update={"cuda_graph": True})
     refusal = RULES["cuda_graph"](replace(space.case, plan=graphed))
-    against = refusal.message.partition(", but ")[2] if refusal is not None else _against_graphs(plan, space, foresight)
+    against = reason_of(refusal) if refusal is not None else _against_graphs(plan, space, foresight)
     if against:
         return plan, {"cuda_graph": against}
     before, after, lacking = foresight.seconds(plan), foresight.seconds(graphed), foresight.launching_seconds(plan)
@@ -137,6 +148,8 @@ def _against_graphs(plan: Plan, space: Space, foresight: Foresight) -> str:
     recipe = space.recipe
     if space.case.model.kind != "reference":
         return f"what {space.case.model.name} does on the host would be frozen; the recipe can say true"
+    if recipe.loss is not None and not recipe.loss.built_in:
+        return f"what {recipe.loss.use} does on the host would be frozen; the recipe can say true"
     if recipe.data.packs:
         return "packed documents have other lengths in each step"
     if recipe.data.group_by_length is not None:

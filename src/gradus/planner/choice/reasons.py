@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from gradus.parallel.case import reason_of
 from gradus.planner.choice.candidates import RECOMPUTE, Space, complexity, micro_batches, refusal, with_micro_batch
 from gradus.planner.choice.search import GAIN_WORTH_IT, Foresight, Found, Outcome, gain_worth_it
 from gradus.planner.defaults import reasons_of, surroundings
@@ -230,7 +231,7 @@ def _against_the_rules(space: Space) -> list[dict[str, str]]:
         plan = Plan(mesh=mesh, accumulate=2 if mesh.pipeline > 1 else 1, precision="bf16", sequence_parallel=False)
         found = refusal(space, plan, without=("precision, device", "pipeline, micro-batches"))
         if found is not None:
-            said.append({"plan": str(mesh), "reason": found.message.partition(", but ")[2] or found.message})
+            said.append({"plan": str(mesh), "reason": reason_of(found)})
     return said
 
 

@@ -14,6 +14,7 @@ from gradus.data.source import Source, source_options
 from gradus.data.sources.packed import EmptyPacks
 from gradus.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from gradus.models.experts import Experts
+from gradus.parallel.support import LOSS_KERNEL_CAPABILITY
 from gradus.parallel.tensor import divided_layers
 from gradus.planner.profile.assembly import (
     Facts,
@@ -78,7 +79,6 @@ def _traced(
     loss_chunks: int,
     capability: tuple[int, int] | None,
 ) -> ModelProfile:
-    from gradus.training.chunked_loss import KERNEL_CAPABILITY
     from gradus.training.compilation import names_left_out, names_of_compiled
     from gradus.training.described import outlined_model
     from gradus.training.float8 import use_float8
@@ -92,7 +92,7 @@ def _traced(
     examples = Examples(recipe, dtype, channels_last)
     if loss_chunks > 1:
         # Machines without a GPU, and those that nobody knows, do without the kernel, and need more memory.
-        kernel = capability is not None and capability >= KERNEL_CAPABILITY
+        kernel = capability is not None and capability >= LOSS_KERNEL_CAPABILITY
         chunk_loss(model, loss_chunks, objective, examples.batch(1), kernel)
     if fp8_scaling is not None:
         use_float8(model, fp8_scaling)
