@@ -17,6 +17,7 @@ from gradus.planner.defaults import default_plan
 from gradus.planner.resolve import resolved
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
+from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
 from gradus.training.graphed_step import GraphedStep
 from gradus.training.live_run import LiveRun
@@ -165,6 +166,14 @@ def test_an_own_loop_that_hands_over_its_loss_is_recorded(tmp_path, monkeypatch)
         assert recorded(live) is graph
     assert found[True] == pytest.approx(found[False], rel=1e-4)
     assert found[True][-1] < 0.5 * found[True][0]
+
+
+def test_a_script_with_an_optimizer_of_its_own_is_not_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = {"name": "own", "batch": 8, "steps": 3, "optimizer": {"use": "adamw", "lr": 0.1}}
+    run, model = Run.start({**recipe, "plan": {"cuda_graph": True}}), nn.Linear(8, 1)
+    with pytest.raises(InputError, match="an optimizer of its own"):
+        run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
 def test_what_cannot_be_recorded_is_told_and_trained_as_ever(tmp_path, monkeypatch):

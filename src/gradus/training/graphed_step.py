@@ -100,8 +100,8 @@ class GraphedStep(TrainingStep):
             group["lr"] = float(np.float32(group["lr"]))
 
     def _pass_on_rates(self, rates: list[Tensor]) -> None:
-        if self._one_pass:
-            self.optimizer.set_rates()  # type: ignore[attr-defined]
+        if self._one_pass is not None:
+            self._one_pass.set_rates()
             return
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             rate.fill_(group["lr"])
@@ -134,8 +134,8 @@ class GraphedStep(TrainingStep):
         self._seed_for(micro, step)
         if self._narrow is not None:
             self._refresh_narrow()
-        if self._one_pass:
-            self.optimizer.expect_recording()  # type: ignore[attr-defined]
+        if self._one_pass is not None:
+            self._one_pass.expect_recording()
         with recorded(graphs[0]), self.forward(micro, step):
             loss_sum, count = self._lost(micro)
         with recorded(graphs[1]):
@@ -144,8 +144,8 @@ class GraphedStep(TrainingStep):
         with _rates_on_device(self.optimizer, self._world.device) as rates, recorded(graphs[2]):
             numbers = self._updated(measure_norm=True)
             values = torch.stack(list(numbers.values()))
-        if self._one_pass:
-            self.optimizer.settle()  # type: ignore[attr-defined]
+        if self._one_pass is not None:
+            self._one_pass.settle()
         return _Recording(_tensors(micro.inputs), shape, graphs[0], graphs[1], graphs[2], rates, list(numbers), values)
 
     def _seed_for(self, micro: MicroBatch, step: int) -> None:

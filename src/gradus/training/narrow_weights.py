@@ -8,7 +8,9 @@ evaluation know no others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,37 @@ from torch import Tensor, nn
 # Kernels of batch and instance norms want their weights as wide as their statistics; a recurrent layer has a list of
 # its weights besides its parameters.
 _LEFT_ALONE = (nn.modules.batchnorm._NormBase, nn.RNNBase)
+
+
+class TakesNarrowGradients(Protocol):
+    """An optimizer that takes gradients of copies as they are, and writes parameters and copies in one pass."""
+
+    def update(self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor], factor: Tensor) -> None:
+        """Apply `gradients`, each times `factor`, and round the new weights into those that are `narrow`."""
+
+    def expect_recording(self) -> None:
+        """Before an update is recorded as a graph."""
+
+    def settle(self) -> None:
+        """After an update was recorded."""
+
+    def set_rates(self) -> None:
+        """The groups' learning rates, for an update that was recorded."""
+
+
+def that_takes_narrow(optimizer: torch.optim.Optimizer, model: nn.Module) -> TakesNarrowGradients | None:
+    """The optimizer, if it is such a one, and the model one that it can do it for: in fp32, without gaps in memory."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    can = getattr(optimizer, "takes_narrow_gradients", False) and all(
+        parameter.dtype == torch.float32 and _is_dense(parameter) for parameter in trained
+    )
+    return cast(TakesNarrowGradients, optimizer) if can else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 0 or last + 1 == tensor.numel()
 
 
 @dataclass

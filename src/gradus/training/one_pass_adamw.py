@@ -154,7 +154,7 @@ class _Table:
 class OnePassAdamW(torch.optim.AdamW):
     """torch's fused AdamW, and `update`, which does the same to parameters that a model has narrow copies of."""
 
-    updates_narrow_weights = True
+    takes_narrow_gradients = True
 
     def __init__(self, params: Any, lr: float, **options: Any) -> None:
         super().__init__(params, lr=lr, fused=True, **options)

@@ -22,7 +22,7 @@ from gradus.training.accumulation import WideGradients
 from gradus.training.gradients import clipping, local, scale, settle_gradients, total_norm
 from gradus.training.guard import Guard
 from gradus.training.loss_scaling import LossScale, step_unless
-from gradus.training.narrow_weights import NarrowWeights
+from gradus.training.narrow_weights import NarrowWeights, that_takes_narrow
 from gradus.training.objective import Objective
 from gradus.training.optimizers import LR_FACTOR
 from gradus.training.precision import Numbers
@@ -75,10 +75,8 @@ class TrainingStep:
         self._experts = ExpertLoads(model, world)
         self._guard = Guard(model, world, skips=on_nan == "skip") if on_nan != "stop" else None
         whole_updates = accumulate == 1 and self.loss_scale is None and not (self._guard and self._guard.skips)
-        self._one_pass = (
-            self._narrow is not None and whole_updates and _takes_narrow_gradients(optimizer, self._parameters)
-        )
-        self._unscaled = torch.ones((), device=world.device) if self._one_pass else None
+        self._one_pass = that_takes_narrow(optimizer, model) if self._narrow is not None and whole_updates else None
+        self._unscaled = torch.ones((), device=world.device)
         self._uncounted: frozenset[Tensor] = frozenset()  # parameters that another pipeline stage has as well
         self._reduces_as_last: bool | None = None  # what FSDP2 was told to do with gradients
         self.own: OwnTime | None = None  # what this rank does by itself is timed there
@@ -138,7 +136,7 @@ class TrainingStep:
 
     def _refresh_narrow(self) -> None:
         assert self._narrow is not None
-        self._narrow.refresh(trained=not self._one_pass or self._others_write_weights)
+        self._narrow.refresh(trained=self._one_pass is None or self._others_write_weights)
 
     def abandon(self) -> None:
         """No backward will come for the last forward pass."""
@@ -167,7 +165,7 @@ class TrainingStep:
             scaled.backward()  # type: ignore[no-untyped-call]
         if self._narrow is not None:
             self._narrow.take_out()
-            if not self._one_pass:
+            if self._one_pass is None:
                 self._narrow.hand_over_gradients()
         if self._wide is not None:
             with self.own.inside("backward") if self.own is not None else nullcontext():
@@ -227,8 +225,9 @@ class TrainingStep:
             not_finite = self._guard.not_finite(loss_sum, count, grad_norm if self.loss_scale is None else None)
             numbers["not_finite"] = not_finite
         factor = clipping(self._clip, grad_norm) if self._clip is not None and grad_norm is not None else None
-        if self._one_pass:
-            self._update_in_one_pass(trained, factor)
+        if self._one_pass is not None and self._narrow is not None:
+            factor = self._unscaled if factor is None else factor
+            self._one_pass.update(dict(trained), self._narrow.copies(), factor)
         else:
             if factor is not None:
                 scale(gradients, factor)
@@ -241,12 +240,8 @@ class TrainingStep:
 
     def _trained(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters and their gradients; those of narrow weights, where the optimizer takes them as they are."""
-        narrow = self._narrow.gradients() if self._one_pass and self._narrow is not None else []
+        narrow = self._narrow.gradients() if self._narrow is not None and self._one_pass is not None else []
         return [*((p, p.grad) for p in self._parameters if p.grad is not None), *narrow]
-
-    def _update_in_one_pass(self, trained: list[tuple[Tensor, Tensor]], factor: Tensor | None) -> None:
-        assert self._narrow is not None
-        self.optimizer.update(dict(trained), self._narrow.copies(), self._unscaled if factor is None else factor)  # type: ignore[attr-defined]
 
     def _step_optimizer(self, grad_norm: Tensor | None, not_finite: Tensor | None) -> dict[str, Tensor]:
         """An update that loss scaling or a guard may leave out; what became of the loss scale."""
@@ -307,18 +302,6 @@ class TrainingStep:
         """What a rank divides its losses by: the expected count of the step over the ranks that are averaged over."""
         share = self.accumulate / self._world.averaging_ranks
         return above_zero(count_of_first if share == 1 else count_of_first * share, share)
-
-
-def _takes_narrow_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
-    """Whether it takes gradients of copies as they are: of parameters in fp32, without gaps in memory."""
-    plain = all(parameter.dtype == torch.float32 and is_dense(parameter) for parameter in parameters)
-    return plain and getattr(optimizer, "updates_narrow_weights", False)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() == 0 or last + 1 == tensor.numel()
 
 
 def above_zero(count: Tensor, otherwise: float) -> Tensor:
