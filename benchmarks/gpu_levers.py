@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models import catalogue
+from gradus.training.cheap_functions import with_cheap_functions
 from gradus.training.compilation import parts_to_compile, set_apart
 from gradus.training.loss_placement import chunk_loss
 
@@ -101,6 +102,7 @@ class Variant:
     budget: float = 1.0  # of the memory for activations that compiled code would keep: the rest it computes again
     cheap: bool = False  # compiled code computes again whatever is no product or attention
     one_pass: bool = False  # the optimizer is one kernel that reads gradients of 16 bits
+    short: bool = False  # formulas for GELU, as gradus compiles blocks
     all_convolutions: bool = False  # cuDNN tries every algorithm that it has, not ten
 
 
@@ -121,6 +123,11 @@ OF_TEXT = (
     Variant("kernel, one pass", **_KERNEL, one_pass=True),
     Variant("kernel, one pass, cheap", **_KERNEL, one_pass=True, cheap=True),
     Variant("kernel, one pass, cheap, graph", **_KERNEL, one_pass=True, cheap=True, graph=True),
+    Variant("kernel, one pass, blocks", **_KERNEL, one_pass=True, compiled="blocks"),
+    Variant("kernel, one pass, blocks, short", **_KERNEL, one_pass=True, compiled="blocks", short=True),
+    Variant(
+        "kernel, one pass, blocks, short, graph", **_KERNEL, one_pass=True, compiled="blocks", short=True, graph=True
+    ),
     Variant("kernel, one pass, cheap, blocks", **_KERNEL, one_pass=True, cheap=True, compiled="blocks"),
     Variant(
         "kernel, one pass, cheap, blocks, tuned",
@@ -204,8 +211,9 @@ class Training:
         if not on:
             return self._whole
         if variant.compiled == "blocks":
+            given: dict[str, Any] = {"dynamic": False, "options": dict(variant.options) or None}
             for part in parts_to_compile(self.model):
-                part.compile(dynamic=False, options=variant.options or None)
+                part.compile(**(with_cheap_functions(**given) if variant.short else given))
             set_apart(self.model)
             return self._whole
         how: dict[str, Any] = {"mode": variant.mode} if variant.mode else {}
@@ -267,6 +275,8 @@ class Training:
             for _ in range(3):  # whatever is made in the first steps must be there before
                 self._step(inputs, targets)
         torch.cuda.current_stream().wait_stream(beside)
+        if self.variant.one_pass:
+            self.optimizer.expect_recording()  # type: ignore[attr-defined]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             loss = self._step(inputs, targets)
