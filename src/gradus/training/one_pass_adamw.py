@@ -19,15 +19,56 @@ from torch import Tensor
 PART, BLOCK, WARPS = 8192, 1024, 8  # numbers of a program, and at once: four to a thread
 
 
-@triton.jit
-def _updated(  # type: ignore[no-untyped-def]
-    gradient, weight, first, second, lr, decay, left1, left2, correction1, correction2, eps
+@triton.jit  # type: ignore[untyped-decorator]
+def _read(pointer, at, size, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Without a mask, sixteen bytes at a time."""
+    return tl.load(pointer + at) if WHOLE else tl.load(pointer + at, mask=at < size, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(pointer, at, size, values, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if WHOLE:
+        tl.store(pointer + at, values)
+    else:
+        tl.store(pointer + at, values, mask=at < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update_part(  # type: ignore[no-untyped-def]
+    gradients,
+    weights,
+    firsts,
+    seconds,
+    narrow,
+    start,
+    size,
+    factor,
+    lr,
+    decay,
+    left1,
+    left2,
+    correction1,
+    correction2,
+    eps,
+    NARROW: tl.constexpr,
+    HAS_NARROW: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    weight -= lr * decay * weight
-    first = (1 - left1) * first + left1 * gradient
-    second = (1 - left2) * second + left2 * gradient * gradient
-    weight -= lr / correction1 * first / (tl.sqrt(second) / tl.sqrt(correction2) + eps)
-    return weight, first, second
+    for block in range(PART // BLOCK):
+        at = start + block * BLOCK + tl.arange(0, BLOCK)
+        gradient = _read(gradients, at, size, WHOLE).to(tl.float32) * factor
+        weight = _read(weights, at, size, WHOLE)
+        first = (1 - left1) * _read(firsts, at, size, WHOLE) + left1 * gradient
+        second = (1 - left2) * _read(seconds, at, size, WHOLE) + left2 * gradient * gradient
+        weight -= lr * decay * weight
+        weight -= lr / correction1 * first / (tl.sqrt(second) / tl.sqrt(correction2) + eps)
+        _write(weights, at, size, weight, WHOLE)
+        _write(firsts, at, size, first, WHOLE)
+        _write(seconds, at, size, second, WHOLE)
+        if HAS_NARROW:
+            _write(narrow, at, size, weight.to(NARROW), WHOLE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -72,49 +113,52 @@ def _update(  # type: ignore[no-untyped-def]
     correction2 = (1 - tl.exp((step * log_beta2).to(tl.float64))).to(tl.float32)
     lr = tl.load(lr_pointer)
     factor = tl.load(factor_pointer)
-    if start + PART <= size:  # without a mask, sixteen bytes at a time
-        for block in range(PART // BLOCK):
-            at = start + block * BLOCK + tl.arange(0, BLOCK)
-            weight, first, second = _updated(
-                tl.load(gradients + at).to(tl.float32) * factor,
-                tl.load(weights + at),
-                tl.load(firsts + at),
-                tl.load(seconds + at),
-                lr,
-                decay,
-                left1,
-                left2,
-                correction1,
-                correction2,
-                eps,
-            )
-            tl.store(weights + at, weight)
-            tl.store(firsts + at, first)
-            tl.store(seconds + at, second)
-            if HAS_NARROW:
-                tl.store(narrow + at, weight.to(NARROW))
+    if start + PART <= size:
+        _update_part(
+            gradients,
+            weights,
+            firsts,
+            seconds,
+            narrow,
+            start,
+            size,
+            factor,
+            lr,
+            decay,
+            left1,
+            left2,
+            correction1,
+            correction2,
+            eps,
+            NARROW,
+            HAS_NARROW,
+            True,
+            PART,
+            BLOCK,
+        )
     else:
-        for block in range(PART // BLOCK):
-            at = start + block * BLOCK + tl.arange(0, BLOCK)
-            inside = at < size
-            weight, first, second = _updated(
-                tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32) * factor,
-                tl.load(weights + at, mask=inside, other=0.0),
-                tl.load(firsts + at, mask=inside, other=0.0),
-                tl.load(seconds + at, mask=inside, other=0.0),
-                lr,
-                decay,
-                left1,
-                left2,
-                correction1,
-                correction2,
-                eps,
-            )
-            tl.store(weights + at, weight, mask=inside)
-            tl.store(firsts + at, first, mask=inside)
-            tl.store(seconds + at, second, mask=inside)
-            if HAS_NARROW:
-                tl.store(narrow + at, weight.to(NARROW), mask=inside)
+        _update_part(
+            gradients,
+            weights,
+            firsts,
+            seconds,
+            narrow,
+            start,
+            size,
+            factor,
+            lr,
+            decay,
+            left1,
+            left2,
+            correction1,
+            correction2,
+            eps,
+            NARROW,
+            HAS_NARROW,
+            False,
+            PART,
+            BLOCK,
+        )
 
 
 _NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
