@@ -205,7 +205,7 @@ def test_a_mean_over_a_part_of_the_sequences_is_refused_on_every_rank(
 
 
 def test_an_evaluation_that_is_cut_short_gives_no_numbers() -> None:
-    from gradus.training.own_loop import Results
+    from gradus.training.own_evaluation import Results
 
     assert math.isnan(Results()["loss"])
     with pytest.raises(KeyError):

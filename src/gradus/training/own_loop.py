@@ -33,28 +33,18 @@ from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
 from gradus.training.described import described_as
-from gradus.training.evaluation import Measure
 from gradus.training.graphed_step import GraphedStep
 from gradus.training.joining import Place, join
 from gradus.training.leaving import end, tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
-from gradus.training.objective import Losses
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
+from gradus.training.own_evaluation import Results, measure_of
 from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
 from gradus.training.own_process import Shown, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
 from gradus.training.readback import PendingNumbers
 from gradus.training.sum_and_count import sum_and_count
-
-
-class Results(dict[str, float]):
-    """Means over the validation samples. Of an evaluation that a stop request cut short, every number is NaN."""
-
-    def __missing__(self, key: str) -> float:
-        if self:
-            raise KeyError(key)
-        return float("nan")
 
 
 class Run:
@@ -320,7 +310,7 @@ class Run:
         if self._boundary is not None:
             self._boundary.settle()
             self._boundary.save_if_out_of_budget()
-        results = live.evaluate(_objective(loss, self._signals, live.plan.mesh.context), self._evaluator(dataset))
+        results = live.evaluate(measure_of(loss, self._signals, live.plan.mesh.context), self._evaluator(dataset))
         if results is None and self._boundary is not None:
             self._boundary.interrupted = True
         return Results(results or {})
@@ -400,29 +390,3 @@ class Run:
         self._place.connection.close()
         if self.stopped and not self._place.launched and self.ranks == 1:
             end(EXIT_STOPPED)  # a script that comes to its end would leave with 0: finished
-
-
-def _objective(loss: Callable[[Any], Any], signals: Signals | None, context: int) -> Measure:
-    def measured(model: nn.Module, batch: Any, samples: int) -> Losses:
-        if signals is not None:
-            signals.answer()
-        result = loss(batch)
-        # The output of a Hugging Face model is a mapping as well, but has its loss as an attribute.
-        several = isinstance(result, Mapping) and "loss" in result and not hasattr(result, "loss")
-        parts = dict(result) if several else {"loss": result}
-        pairs: dict[str, tuple[Tensor, Tensor]] = {
-            name: sum_and_count(
-                value,
-                samples,
-                with_loss=True,
-                what=f"run.evaluate: {name}",
-                context=context if name == "loss" else 1,
-            )
-            for name, value in parts.items()
-        }
-        if samples == 0:
-            pairs = {name: (total * 0, count * 0) for name, (total, count) in pairs.items()}
-        loss_sum, count = pairs.pop("loss")
-        return Losses(loss_sum, count, pairs)
-
-    return measured
