@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # 1 GB is written, and five processes start torch
 LAYERS, WIDTH = 16, 4096
 TENSOR_BYTES = WIDTH * WIDTH * 4
 WHOLE_BYTES = LAYERS * TENSOR_BYTES
-ALLOWANCE = 300_000_000  # of which torch itself takes the most
+ALLOWANCE = 40_000_000  # besides what torch, and Triton where it is installed, take before
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +62,11 @@ def test_four_ranks_each_hold_their_part_and_one_tensor(file: Path, tmp_path: Pa
     for rank in loaded(file, 4, tmp_path):
         assert rank["wrong"] == 0
         assert rank["held"] == WHOLE_BYTES // 4
-        assert rank["peak"] <= rank["held"] + TENSOR_BYTES + ALLOWANCE, rank
+        assert rank["peak"] - rank["before"] <= rank["held"] + TENSOR_BYTES + ALLOWANCE, rank
 
 
 def test_a_replica_holds_the_model_once_and_one_tensor(file: Path, tmp_path: Path) -> None:
     (rank,) = loaded(file, 1, tmp_path)
     assert rank["wrong"] == 0
     assert rank["held"] == WHOLE_BYTES
-    assert rank["peak"] <= rank["held"] + TENSOR_BYTES + ALLOWANCE, rank
+    assert rank["peak"] - rank["before"] <= rank["held"] + TENSOR_BYTES + ALLOWANCE, rank
