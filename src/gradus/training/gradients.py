@@ -59,16 +59,11 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     narrow = [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
     if not narrow:
         return get_total_norm(tensors)
-    norms = torch._foreach_norm(narrow, 2.0, torch.float32)
     wide = [tensor for tensor in tensors if tensor.dtype not in (torch.bfloat16, torch.float16)]
+    norms = [*torch._foreach_norm(narrow, 2.0, torch.float32), *([get_total_norm(wide).float()] if wide else [])]
     # As torch does it: offloaded ones are elsewhere.
-    parts = torch.stack([norm.to(norms[0].device) for norm in (*norms, *_wide_norm(wide))])
-    norm: Tensor = torch.linalg.vector_norm(parts)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return norm
-
-
-def _wide_norm(tensors: list[Tensor]) -> list[Tensor]:
-    return [get_total_norm(tensors).float()] if tensors else []
 
 
 def clipping(limit: float, norm: Tensor) -> Tensor:
