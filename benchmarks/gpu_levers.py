@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernel_times import kernel_times
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -37,7 +38,7 @@ CHEAP_BANS = (
     "ban_recompute_long_fusible_chains",
     "ban_recompute_materialized_backward",
 )
-LONGEST = 40  # kernels that are written down by name
+PROFILED = 3  # steps
 
 
 @dataclass(frozen=True)
@@ -321,46 +322,20 @@ def measured(work: Work, variant: Variant) -> Measured:
         last = float(loss)  # which waits for the device
         rounds.append((time.perf_counter() - began) / work.steps)
     seconds = statistics.median(rounds)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+    times = kernel_times(lambda: [training.step(number) for number in range(PROFILED)], PROFILED)
     return Measured(
         variant.name,
         seconds,
         (max(rounds) - min(rounds)) / seconds,
         work.units / seconds,
-        torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0,
+        peak,
         first_seconds,
         first,
         last,
-        *(_kernels(training) if CUDA else ({}, {})),
+        times.by_kind if times else {},
+        times.longest if times else {},
     )
-
-
-def _kernels(training: Training) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a step by kind of kernel, and of the longest kernels; the rest of the step, the GPU did nothing."""
-    from torch.profiler import ProfilerActivity, profile
-
-    steps = 3
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for number in range(steps):
-            training.step(number)
-        torch.cuda.synchronize()
-    found: dict[str, float] = {}
-    seconds = {event.key: event.self_device_time_total / 1e6 / steps for event in recorded.key_averages()}
-    for name, of_kernel in seconds.items():
-        kind = _kind(name.lower())
-        found[kind] = found.get(kind, 0.0) + of_kernel
-    longest = sorted(seconds, key=lambda name: -seconds[name])[:LONGEST]
-    return found, {name: seconds[name] for name in longest}
-
-
-def _kind(kernel: str) -> str:
-    words = {
-        "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "cudnn::fusion"),
-        "convolutions": ("conv", "fprop", "dgrad", "wgrad"),
-        "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "triton_tem", "matmul"),
-        "optimizer": ("adam", "multi_tensor", "lpnorm"),
-        "copies": ("memcpy", "memset"),
-    }
-    return next((kind for kind, parts in words.items() if any(part in kernel for part in parts)), "memory-bound")
 
 
 def ceilings(work: Work) -> list[dict[str, Any]]:

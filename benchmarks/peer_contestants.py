@@ -21,13 +21,16 @@ from peer_samples import CUDA, DEVICE, MeanLoss, samples_of
 from peer_works import Work
 from torch import Tensor, nn
 
+import gradus
 from gradus.hardware.cluster import detect_cluster
 from gradus.launcher.recipe_run import chosen
 from gradus.parallel.world import alone
 from gradus.planner.resolve import resolved
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
+from gradus.schema.plan import Plan
 from gradus.schema.recipe import OptimizerBlock, Recipe
+from gradus.training.building import open_data
 from gradus.training.graphed_step import GraphedStep
 from gradus.training.live_run import LiveRun
 from gradus.training.loop import train
@@ -181,7 +184,7 @@ class Gradus(Contestant):
         recipe = resolved(Recipe.from_document({**document, "plan": {**document["plan"], **self.plan}}))
         plan = chosen(recipe, detect_cluster(), 1).plan
         self.shows_peak = not plan.cuda_graph
-        self.note = ", ".join(f"{key} {value}" for key, value in plan.model_dump().items() if key in SHOWN_OF_A_PLAN)
+        self.note = _noted(plan)
         self.run = RunDirectory.create(folder, work.key)
         self.live = live = LiveRun.from_recipe(recipe, plan, self.run, 1, alone(DEVICE))
         live.evaluator = None
@@ -197,10 +200,7 @@ class Gradus(Contestant):
         train(live)
         if isinstance(live.step, GraphedStep) and not live.step.is_recorded and "no graph" not in self.note:
             self.note += ", no graph could be recorded"
-        rows = [row for row in read_metrics(self.run) if row["step"] > begun]
-        counted = [row["step_seconds"] for row in rows if row["step"] > begun + lead]
-        seconds = sum(counted) / len(counted) * steps  # every row is a mean over equally many steps
-        return Segment(seconds, {row["step"]: row["loss"] for row in rows if row["loss"] is not None})
+        return _logged(self.run, begun, lead, steps)
 
     def close(self) -> None:
         if "live" in self.__dict__:
@@ -215,6 +215,42 @@ class GradusLean(Gradus):
     plan = {"recompute": "selective"}  # noqa: RUF012
 
 
+class GradusLoop(Contestant):
+    """A loop of one's own, with gradus's verbs: no model and no data in the recipe, no key in its plan."""
+
+    def prepare(self, work: Work, folder: Path) -> None:
+        document = work.document()
+        recipe = resolved(Recipe.from_document(document))
+        data = open_data(recipe, "train")
+        assert data is not None
+        kept = ("name", "steps", "log_every", "seed", "batch", "optimizer", "plan")
+        self.run = gradus.Run.start({name: document[name] for name in kept}, runs=folder)
+        live = self.run._live
+        self.note, self.shows_peak = _noted(live.plan), not live.plan.cuda_graph
+        self.model, _ = self.run.prepare(MeanLoss(recipe))
+        self.batches = self.run.batches(data.dataset)
+        self.directory = RunDirectory(self.run.directory)
+
+    def segment(self, steps: int, lead: int = 0) -> Segment:
+        begun = self.run.steps_done
+        self.run._live.recorder.restart_clock()  # others may have had their turn
+        for _ in range(lead + steps):
+            batch = next(self.batches)
+            inputs, targets = batch.values() if isinstance(batch, dict) else batch
+            self.run.step(self.model(inputs, targets))
+        boundary = self.run._boundary
+        assert boundary is not None
+        boundary.settle()
+        return _logged(self.directory, begun, lead, steps)
+
+    def close(self) -> None:
+        if "run" in self.__dict__:
+            live = self.run._live
+            live.saving.complete = lambda check_weights: check_weights()  # type: ignore[method-assign]
+            self.run.finish()
+        super().close()
+
+
 SHOWN_OF_A_PLAN = (
     *("precision", "narrow_weights", "loss_chunks", "cuda_graph", "compile", "channels_last"),
     *("micro_batch", "accumulate", "recompute", "workers"),
@@ -225,7 +261,20 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "accelerate": Accelerate,
     "gradus": Gradus,
     "gradus-lean": GradusLean,
+    "gradus-loop": GradusLoop,
 }
+
+
+def _noted(plan: Plan) -> str:
+    return ", ".join(f"{key} {value}" for key, value in plan.model_dump().items() if key in SHOWN_OF_A_PLAN)
+
+
+def _logged(run: RunDirectory, begun: int, lead: int, steps: int) -> Segment:
+    """From a run's own metrics."""
+    rows = [row for row in read_metrics(run) if row["step"] > begun]
+    counted = [row["step_seconds"] for row in rows if row["step"] > begun + lead]
+    seconds = sum(counted) / len(counted) * steps  # every row is a mean over equally many steps
+    return Segment(seconds, {row["step"]: row["loss"] for row in rows if row["loss"] is not None})
 
 
 def _for_peers(work: Work) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Work:
     measures: Literal["rate", "steps", "first step"] = "rate"
     channels_last: bool = False  # for peers; gradus decides by itself
     plain: bool = False  # fp32 and eager, for peers as well
+    own_loop: bool = False  # whether gradus is also measured in a loop of its user's own
 
     @property
     def log_every(self) -> int:
@@ -103,7 +104,9 @@ def _gpts(small: bool, folder: Path) -> list[Work]:
 
     whole_vocabulary = {**gpt2, "vocabulary": 50_257}
     return [
-        work("gpt2", "GPT-2 124M, context 1024, batch 32", gpt2, (1024, 32, 50), "≥ 1.15×, memory ≤ 0.7×"),
+        work(
+            "gpt2", "GPT-2 124M, context 1024, batch 32", gpt2, (1024, 32, 50), "≥ 1.15×, memory ≤ 0.7×", own_loop=True
+        ),
         work(
             "gpt2-50257",
             "GPT-2 124M with its own 50,257 tokens",
@@ -157,6 +160,7 @@ def _huggingface(small: bool, folder: Path) -> list[Work]:
             "≥ 1.05×",
             per_sample=32 if small else 2048,
             peers=peers,
+            own_loop=True,
         ),
         Work(
             "hf-vit-b",
@@ -186,6 +190,7 @@ def _images(small: bool, folder: Path) -> list[Work]:
             "images/s",
             "≥ 1.05×",
             channels_last=True,
+            own_loop=True,
         ),
         Work(
             "simple-cnn-augmented",

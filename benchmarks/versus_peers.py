@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from kernel_times import KernelTimes, kernel_times
 from peer_contestants import CONTESTANTS, Segment
 from peer_samples import CUDA
 from peer_table import MEANS_OVER, running_mean_gap, table
@@ -52,6 +54,7 @@ class Found:
     losses: dict[int, float] = field(default_factory=dict)
     loss_gap: float | None = None  # to the raw loop
     clocks: list[dict[str, Any]] = field(default_factory=list)  # of the GPU, right after each segment
+    kernels: KernelTimes | None = None
     note: str = ""
     problem: str | None = None
 
@@ -87,6 +90,11 @@ class Entrant:
         if CUDA:
             peak = _peak() - others
             self.found.peak_gib = (peak if self.contestant.shows_peak else max(peak, self.peak)) / 2**30
+
+    def look_into(self) -> None:
+        """Where a step's time goes, after all that is measured: who watches makes it longer."""
+        steps = self.work.log_every
+        self.found.kernels = kernel_times(lambda: self.contestant.segment(steps), steps)
 
     def train_through(self) -> None:
         """All steps at once, for their losses."""
@@ -137,6 +145,7 @@ def _together(entrants: Sequence[Entrant], rounds: int) -> dict[str, Found]:
         for entrant in entrants if number % 2 == 0 else entrants[::-1]:
             entrant.attempt(entrant.measure)
     for entrant in entrants:
+        entrant.attempt(entrant.look_into)
         entrant.leave()
     return {entrant.name: entrant.found for entrant in entrants}
 
@@ -147,6 +156,7 @@ def _alone(entrants: Sequence[Entrant], rounds: int) -> dict[str, Found]:
             entrant.attempt(entrant.enter)
         for _ in range(rounds):
             entrant.attempt(entrant.measure)
+        entrant.attempt(entrant.look_into)
         entrant.leave()
     return {entrant.name: entrant.found for entrant in entrants}
 
@@ -249,6 +259,7 @@ def clocks() -> list[dict[str, Any]]:
 def measured(work: Work, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The row of one work, as it is written down."""
     ours = ("gradus", "gradus-lean") if "memory" in work.goal else ("gradus",)
+    ours += ("gradus-loop",) if work.own_loop else ()
     wanted = [name for name in (*work.peers, *ours) if name in asked.contestants]
     names = [name for name in wanted if CONTESTANTS[name].is_installed()]
     make_data(work, asked.small)
@@ -309,6 +320,7 @@ def asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="Of a segment, in place of each work's own.")
     parser.add_argument("--rounds", type=int, help="Segments of each contestant: 5, or 2 with --small.")
     parser.add_argument("--losses", type=int, metavar="STEPS", help="Compare loss curves on real text; only GPTs.")
+    parser.add_argument("--plan", nargs="+", metavar="KEY=VALUE", help="What gradus's user writes into its plan.")
     parser.add_argument("--table", type=Path, nargs="+", help="Only print the table of these results.")
     parser.add_argument("--first-step", choices=CONTESTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help="Where made-up data is kept; else it goes with the call.")
@@ -325,6 +337,11 @@ def chosen_works(asked: argparse.Namespace, folder: Path) -> list[Work]:
     ]
     if asked.losses:
         found = [work for work in found if work.recipe["model"]["use"].startswith("gpt") and work.measures == "rate"]
+    if asked.plan:
+        keys = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in asked.plan)}
+        found = [
+            replace(work, recipe={**work.recipe, "plan": {**work.recipe.get("plan", {}), **keys}}) for work in found
+        ]
     return [replace(work, steps=_whole_rows(asked.steps)) if asked.steps else work for work in found]
 
 
