@@ -271,7 +271,7 @@ def _noted(plan: Plan) -> str:
 
 def _logged(run: RunDirectory, begun: int, lead: int, steps: int) -> Segment:
     """From a run's own metrics."""
-    rows = [row for row in read_metrics(run) if row["step"] > begun]
+    rows = [row for row in read_metrics(run) if row["step"] > begun and "step_seconds" in row]  # else it is an epoch's
     counted = [row["step_seconds"] for row in rows if row["step"] > begun + lead]
     seconds = sum(counted) / len(counted) * steps  # every row is a mean over equally many steps
     return Segment(seconds, {row["step"]: row["loss"] for row in rows if row["loss"] is not None})

@@ -16,6 +16,8 @@ exponents and fewer digits. Scales are of the present values (current scaling); 
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -132,42 +134,112 @@ def _swizzled(scales: Tensor) -> Tensor:
     return tiles.reshape(-1, 4, 32, 4).transpose(1, 2).reshape(-1)
 
 
+# With one scale for all of a matrix. As operators, they are kernels of their own on a GPU, whoever compiles the model.
+_library: Any = torch.library.Library("gradus", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("to_float8(Tensor matrix, bool gradient, bool turned) -> (Tensor, Tensor, Tensor)")
+_library.define("turned_float8(Tensor matrix, Tensor scale) -> Tensor")
+
+
+def _to_float8(matrix: Tensor, gradient: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The matrix in 8 bits, the same transposed (or nothing, unless it is `turned`), and the scale of both."""
+    dtype = E5M2 if gradient else E4M3
+    if _has_kernel(matrix.device):
+        from gradus.training.float8_kernel import to_float8
+
+        return to_float8(matrix, None, dtype, LEAST_AMAX, across=True, down=turned)
+    small = scaled(matrix, (matrix.shape[0], matrix.shape[1]), dtype)
+    return small.values, small.T.values if turned else small.values.new_empty((0, 0)), small.scales
+
+
+def _turned_float8(matrix: Tensor, scale: Tensor) -> Tensor:
+    """The transposed matrix in 8 bits, with a scale that is known."""
+    if _has_kernel(matrix.device):
+        from gradus.training.float8_kernel import to_float8
+
+        return to_float8(matrix, scale, E4M3, LEAST_AMAX, across=False, down=True)[1]
+    return rescaled(matrix, scale, E4M3).T.values
+
+
+def _to_float8_without_values(matrix: Tensor, gradient: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = E5M2 if gradient else E4M3
+    rows, columns = matrix.shape
+    of_turned = (columns, rows) if turned else (0, 0)
+    scale = matrix.new_empty((1, 1), dtype=torch.float32)
+    return matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty(of_turned, dtype=dtype), scale
+
+
+def _turned_without_values(matrix: Tensor, scale: Tensor) -> Tensor:
+    return matrix.new_empty((matrix.shape[1], matrix.shape[0]), dtype=E4M3)
+
+
+_library.impl("to_float8", _to_float8, "CompositeExplicitAutograd")
+_library.impl("turned_float8", _turned_float8, "CompositeExplicitAutograd")
+torch.library.register_fake("gradus::to_float8", _to_float8_without_values, lib=_library)
+torch.library.register_fake("gradus::turned_float8", _turned_without_values, lib=_library)
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """Elsewhere, tensors without values among them, it is what torch's own operators make of it."""
+    return device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+
+
 class Float8Product(torch.autograd.Function):
     """x @ weight.T with all three products of a training step in 8 bits. Rows of x are a multiple of what is needed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-        x8, w8 = _in_rows(x, scaling), _of_weight(weight, scaling)
-        # With one scale, the 8-bit x serves the backward product too, in half the memory. Rows are scaled anew there,
-        # in the other direction, from the values themselves.
-        kept = tuple(x8) if scaling == "tensor" else (x,)
         ctx.scaling, ctx.dtype = scaling, x.dtype
-        ctx.save_for_backward(weight, w8.scales, *kept)
+        if scaling == "tensor":
+            return _forward_with_one_scale(ctx, x, weight)
+        x8, w8 = _in_rows(x, scaling), _of_weight(weight, scaling)
+        # Rows are scaled anew in backward, in the other direction, from the values themselves.
+        ctx.save_for_backward(weight, w8.scales, x)
         return product(x8, w8, scaling, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (g,) = gradients
-        weight, w_scales, *kept = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
-        g8 = _in_rows(g, scaling, E5M2 if scaling == "tensor" else E4M3)
+        if scaling == "tensor":
+            return (*_backward_with_one_scale(ctx, g), None)
+        weight, w_scales, x = ctx.saved_tensors
+        g8 = _in_rows(g, scaling)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             # The rectangles of a weight are as good for its transpose, unless they are rows.
-            is_symmetric = scaling in ("tensor", "block")
+            is_symmetric = scaling == "block"
             w8_t = rescaled(weight, w_scales, E4M3).T if is_symmetric else _in_rows(weight.t(), scaling)
             dx = product(g8, w8_t, scaling, ctx.dtype)
         if ctx.needs_input_grad[1]:
-            if scaling == "tensor":
-                g8_t, x8_t = g8.T, Scaled(*kept).T
-            else:
-                g8_t, x8_t = _in_rows(g.t(), scaling), _in_rows(kept[0].t(), scaling)
+            g8_t, x8_t = _in_rows(g.t(), scaling), _in_rows(x.t(), scaling)
             dw = product(g8_t, x8_t, scaling, ctx.dtype).to(weight.dtype)
         return dx, dw, None
 
 
-def _in_rows(matrix: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3) -> Scaled:
-    return scaled(matrix, rectangle_of(scaling, matrix, is_weight=False), dtype, powers_of_two=scaling == "mx")
+def _forward_with_one_scale(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """The 8-bit x serves the backward product too, in half the memory, transposed as that wants it."""
+    x8, x8_t, x_scale = torch.ops.gradus.to_float8(x, False, ctx.needs_input_grad[1])
+    w8, _, w_scale = torch.ops.gradus.to_float8(weight, False, False)
+    ctx.save_for_backward(weight, w_scale, x8_t, x_scale)
+    return product(Scaled(x8, x_scale), Scaled(w8, w_scale), "tensor", x.dtype, fast=True)
+
+
+def _backward_with_one_scale(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    weight, w_scale, x8_t, x_scale = ctx.saved_tensors
+    of_x, of_weight = ctx.needs_input_grad[:2]
+    g8, g8_t, g_scale = torch.ops.gradus.to_float8(g, True, of_weight)
+    dx = dw = None
+    if of_x:
+        w8_t = torch.ops.gradus.turned_float8(weight, w_scale)
+        dx = product(Scaled(g8, g_scale), Scaled(w8_t, w_scale), "tensor", ctx.dtype)
+    if of_weight:
+        dw = product(Scaled(g8_t, g_scale), Scaled(x8_t, x_scale), "tensor", ctx.dtype).to(weight.dtype)
+    return dx, dw
+
+
+def _in_rows(matrix: Tensor, scaling: Scaling) -> Scaled:
+    return scaled(matrix, rectangle_of(scaling, matrix, is_weight=False), E4M3, powers_of_two=scaling == "mx")
 
 
 def _of_weight(weight: Tensor, scaling: Scaling) -> Scaled:

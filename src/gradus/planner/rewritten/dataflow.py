@@ -28,6 +28,7 @@ _EXTERN |= {"max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_
 _EXTERN |= {"_adaptive_avg_pool2d", "embedding_dense_backward", "_embedding_bag", "index_put", "index_put_"}
 _EXTERN |= {"_unsafe_index_put", "scatter_add", "scatter_add_", "index_add", "index_add_", "gather_backward"}
 _EXTERN |= {"index_select_backward", "index_copy", "index_copy_", "multinomial", "randperm"}
+_EXTERN |= {"to_float8", "turned_float8"}  # ours
 # Not on the list of what torch/_functorch/partitioners.py of 2.13 lets backward compute again.
 _ONCE = {"cat", "stack", "constant_pad_nd", "flip", "slice_scatter", "select_scatter", "scatter", "scatter_"}
 _TAKES_IN = {"cat", "stack"}  # others write straight into its result, but it goes into no other kernel

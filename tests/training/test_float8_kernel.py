@@ -1,0 +1,106 @@
+"""The kernels that bring a matrix into 8 bits: what they write is what torch's own operators write.
+
+Without a GPU the kernels are interpreted (conftest.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradus.training import float8_matmul
+from gradus.training.float8_matmul import E4M3, E5M2, LEAST_AMAX, Float8Product, Scaled, rescaled, scaled
+
+pytest.importorskip("triton")
+
+from gradus.training.float8_kernel import to_float8
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = DEVICE.type == "cpu"
+# One that is smaller than a tile, whole tiles, tiles and a bit, more numbers than a round of all parts takes.
+SHAPES = [(16, 16), (128, 256), (208, 144), (2176, 2000)]
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def are_those(found: Tensor, expected: Scaled, of: Tensor) -> bool:
+    """Bit for bit on a GPU.
+
+    Triton's interpreter does not round to the nearest number everywhere, and loses what rounding carries into the
+    exponent: there it is the number on either side, or one of which the digits are right and the exponent is not.
+    """
+    bits, wanted, dtype = found.view(torch.uint8), expected.values.view(torch.uint8), expected.values.dtype
+    if not INTERPRETED:
+        return torch.equal(bits, wanted)
+    exact, digits = of.float() / expected.scales, {E4M3: 3, E5M2: 2}[dtype]
+    step = exact.abs().clamp(min=torch.finfo(dtype).smallest_normal) * 2.0**-digits
+    beside = (found.float() - exact).abs() <= step
+    carried = (wanted & (2**digits - 1) == 0) | (exact.abs() < torch.finfo(dtype).smallest_normal)
+    return bool((beside | carried).all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
+def test_values_transposed_values_and_scale_are_those_of_torch(
+    shape: tuple[int, int], dtype: torch.dtype, of: torch.dtype
+) -> None:
+    matrix = drawn(*shape, dtype=of)
+    expected = scaled(matrix, shape, dtype)
+    values, turned, scale = to_float8(matrix, None, dtype, LEAST_AMAX, across=True, down=True)
+    assert torch.equal(scale, expected.scales)
+    assert are_those(values, expected, matrix)
+    assert torch.equal(turned.view(torch.uint8), values.view(torch.uint8).t())
+
+
+def test_with_a_known_scale_only_what_is_wanted_is_written() -> None:
+    matrix, scale = drawn(64, 96), torch.full((1, 1), 0.02, device=DEVICE)
+    values, turned, same = to_float8(matrix, scale, E4M3, LEAST_AMAX, across=False, down=True)
+    assert values.numel() == 0
+    assert same is scale
+    assert are_those(turned, rescaled(matrix, scale, E4M3).T, matrix.t())
+
+
+def test_a_view_of_columns_is_read_as_it_is() -> None:
+    matrix = drawn(96, 64)
+    values, turned, _ = to_float8(matrix.t(), None, E4M3, LEAST_AMAX, across=True, down=True)
+    assert torch.equal(values.view(torch.uint8), turned.view(torch.uint8).t())
+    assert are_those(turned, scaled(matrix, (96, 64), E4M3), matrix)
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden() -> None:
+    zeros, _, scale = to_float8(drawn(32, 32) * 0, None, E4M3, LEAST_AMAX, across=True, down=True)
+    assert not zeros.float().any()
+    assert bool(scale.isfinite().all())
+    if INTERPRETED:
+        return  # numbers that are none have no meaning in its 8 bits
+    for broken in (torch.nan, torch.inf):
+        matrix = drawn(32, 32)
+        matrix[3, 5] = broken
+        for dtype in (E4M3, E5M2):
+            values, turned, _ = to_float8(matrix, None, dtype, LEAST_AMAX, across=True, down=True)
+            assert bool(values.float().isnan()[3, 5])
+            assert bool(turned.float().isnan()[5, 3])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a GPU's product of 8-bit matrices")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_product_and_its_gradients_are_those_without_the_kernels(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained() -> tuple[Tensor, ...]:
+        x, weight, g = drawn(256, 512), drawn(384, 512, seed=1), drawn(256, 384, seed=2)
+        x.requires_grad_()
+        weight.requires_grad_()
+        torch._dynamo.reset()
+        apply = torch.compile(Float8Product.apply) if compiled else Float8Product.apply
+        y = apply(x, weight, "tensor")
+        return (y.detach(), *torch.autograd.grad(y, (x, weight), g))
+
+    found = trained()
+    monkeypatch.setattr(float8_matmul, "_has_kernel", lambda device: False)
+    for one, expected in zip(found, trained(), strict=True):
+        torch.testing.assert_close(one, expected, rtol=0, atol=0)
