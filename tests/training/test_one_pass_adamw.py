@@ -66,6 +66,17 @@ class Pair:
                 torch.testing.assert_close(found[moment], expected[moment], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_is_that_of_all_gradients_as_one(dtype: torch.dtype) -> None:
+    """Also of those that have no narrow weights, and without those of parameters that have no gradient."""
+    pair = Pair(dtype)
+    found = dict(zip(pair.ours[:4], pair.gradients(), strict=False))
+    exact = torch.cat([gradient.double().flatten() for gradient in found.values()]).norm()
+    some = {p: narrow for p, narrow in pair.narrow.items() if p is not pair.ours[1]}
+    assert float(pair.one_pass.norm(found, some)) == pytest.approx(float(exact), rel=1e-6)
+    assert float(pair.one_pass.norm({}, {})) == 0.0
+
+
 def test_a_beta_may_be_zero() -> None:
     pair = Pair(torch.float32)
     for optimizer in (pair.torchs, pair.one_pass):

@@ -26,6 +26,9 @@ class TakesNarrowGradients(Protocol):
     def update(self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor], factor: Tensor) -> None:
         """Apply `gradients`, each times `factor`, and round the new weights into those that are `narrow`."""
 
+    def norm(self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor]) -> Tensor:
+        """Of all `gradients` as one."""
+
     def expect_recording(self) -> None:
         """Before an update is recorded as a graph."""
 

@@ -76,6 +76,8 @@ class TrainingStep:
         self._guard = Guard(model, world, skips=on_nan == "skip") if on_nan != "stop" else None
         whole_updates = accumulate == 1 and self.loss_scale is None and not (self._guard and self._guard.skips)
         self._one_pass = that_takes_narrow(optimizer, model) if self._narrow is not None and whole_updates else None
+        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        self._all_are_updated = updated.issuperset(self._parameters)  # not by an own optimizer of some of them
         self._unscaled = torch.ones((), device=world.device)
         self._uncounted: frozenset[Tensor] = frozenset()  # parameters that another pipeline stage has as well
         self._reduces_as_last: bool | None = None  # what FSDP2 was told to do with gradients
@@ -218,7 +220,7 @@ class TrainingStep:
         if self.loss_scale is not None:
             scale(gradients, 1.0 / self.loss_scale.scale)
         if self._clip is not None or self.loss_scale is not None or measure_norm or self._guard is not None:
-            numbers["grad_norm"] = total_norm(trained, self._world, uncounted=self._uncounted)
+            numbers["grad_norm"] = self._norm(trained)
         grad_norm = numbers.get("grad_norm")
         not_finite = None
         if self._guard is not None:
@@ -237,6 +239,11 @@ class TrainingStep:
         if self._guard is not None and not_finite is not None:
             self._guard.undo(not_finite)
         return numbers
+
+    def _norm(self, trained: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if self._one_pass is not None and self._narrow is not None and self._all_are_updated:
+            return self._one_pass.norm(dict(trained), self._narrow.copies())
+        return total_norm(trained, self._world, uncounted=self._uncounted)
 
     def _trained(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters and their gradients; those of narrow weights, where the optimizer takes them as they are."""
