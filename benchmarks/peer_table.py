@@ -6,9 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kernel_times import MEMORY_BOUND, WORDS
+
+KINDS = ("matrix products", "attention", "convolutions", MEMORY_BOUND, "optimizer", "copies")
+assert set(KINDS) == {MEMORY_BOUND, *WORDS}
 PEAK_FLOPS = 989e12  # of an H100 or H200 in bf16, dense, as NVIDIA gives it
 MEANS_OVER = 20  # losses: single ones jump about
-PEERS, OURS = ("raw", "fabric", "accelerate"), ("gradus", "gradus-lean")
+PEERS, OURS = ("raw", "fabric", "accelerate"), ("gradus", "gradus-lean", "gradus-loop")
 COLUMNS = (*PEERS, *OURS)
 
 
@@ -32,6 +36,25 @@ def table(documents: Sequence[Mapping[str, Any]]) -> str:
     lines.append("|" + "---|" * (len(COLUMNS) + 6))
     lines += [_row(work) for document in documents for work in document["works"]]
     return "\n".join(lines)
+
+
+def roofline(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Where the milliseconds of a step went, by kind of kernel: a row for each contestant whose kernels were timed."""
+    found = [
+        (work, name, one)
+        for document in documents
+        for work in document["works"]
+        for name, one in work["contestants"].items()
+        if one.get("kernels") and one["figures"]
+    ]
+    kinds = [kind for kind in KINDS if any(kind in one["kernels"]["by_kind"] for _, _, one in found)]
+    lines = [f"| work | contestant | step, ms | {' | '.join(kinds)} | nothing |", "|" + "---|" * (len(kinds) + 4)]
+    for work, name, one in found:
+        step = work["units_of_a_step"] / statistics.median(one["figures"])
+        times = [one["kernels"]["by_kind"].get(kind, 0.0) for kind in kinds]
+        cells = [f"{1000 * seconds:.3g}" for seconds in (*times, max(0.0, step - sum(times)))]
+        lines.append(f"| {work['title']} | {name} | {1000 * step:.4g} | {' | '.join(cells)} |")
+    return "\n".join(lines) if found else ""
 
 
 def _told(document: Mapping[str, Any]) -> str:

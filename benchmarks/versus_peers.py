@@ -34,7 +34,7 @@ import yaml
 from kernel_times import KernelTimes, kernel_times
 from peer_contestants import CONTESTANTS, Segment
 from peer_samples import CUDA
-from peer_table import MEANS_OVER, running_mean_gap, table
+from peer_table import MEANS_OVER, roofline, running_mean_gap, table
 from peer_works import Work, make_data, works
 
 from gradus.hardware.gpu_counters import GpuCounters
@@ -282,6 +282,7 @@ def measured(work: Work, asked: argparse.Namespace, folder: Path) -> dict[str, A
         "goal": work.goal,
         "less_is_better": work.less_is_better,
         "steps": asked.losses or work.steps,
+        "units_of_a_step": work.recipe["batch"] * work.per_sample if work.measures == "rate" else 1,
         "flops_of_a_unit": _flops_of_a_unit(work),
         "absent": [name for name in wanted if name not in names and not asked.losses],
         "contestants": {name: asdict(one) for name, one in found.items()},
@@ -353,7 +354,8 @@ def _whole_rows(steps: int) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     asked = asked_for(arguments)
     if asked.table:
-        print(table([json.loads(file.read_text()) for file in asked.table]))
+        documents = [json.loads(file.read_text()) for file in asked.table]
+        print(f"{table(documents)}\n\n{roofline(documents)}")
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.data or Path(temporary)
@@ -379,7 +381,7 @@ def run_works(asked: argparse.Namespace, folder: Path) -> None:
         if asked.out is not None:
             asked.out.mkdir(parents=True, exist_ok=True)
             (asked.out / "versus_peers.json").write_text(json.dumps(document, indent=1))
-    print(f"\n{table([document])}")
+    print(f"\n{table([document])}\n\n{roofline([document])}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
     for name in set(sys.modules) - before:
-        if name.startswith("peer_") or name == "gpu_fp8":
+        if name.startswith("peer_") or name in ("gpu_fp8", "kernel_times"):
             del sys.modules[name]
 
 
@@ -47,7 +47,9 @@ def test_the_best_peer_counts_and_the_absent_are_named(benchmarks: None) -> None
 
     figures = {"raw": [9.0, 10.0, 12.0], "accelerate": [20.0], "gradus": [30.0]}
     row = table([written({name: {"figures": found} for name, found in figures.items()}, ["fabric"])]).splitlines()[-1]
-    assert row == "| a work, steps/s | 10 ± 1.5 | absent | 20 ± 0 | 30 ± 0 |  | 1.500 (accelerate) |  |  |  | ≥ 1.5× |"
+    assert (
+        row == "| a work, steps/s | 10 ± 1.5 | absent | 20 ± 0 | 30 ± 0 |  |  | 1.500 (accelerate) |  |  |  | ≥ 1.5× |"
+    )
 
 
 def test_both_of_ours_are_compared_in_speed_and_in_memory(benchmarks: None) -> None:
@@ -74,7 +76,7 @@ def test_a_contestant_that_fails_is_told_and_not_compared(benchmarks: None) -> N
 
     failed = {"figures": [], "problem": "OutOfMemoryError: too large"}
     row = table([written({"raw": {"figures": [10.0]}, "gradus": failed}, [])]).splitlines()[-1]
-    assert row == "| a work, steps/s | 10 ± 0 |  |  | OutOfMemoryError: too large |  |  |  |  |  | ≥ 1.5× |"
+    assert row == "| a work, steps/s | 10 ± 0 |  |  | OutOfMemoryError: too large |  |  |  |  |  |  | ≥ 1.5× |"
 
 
 def test_losses_are_compared_at_the_steps_that_both_have(benchmarks: None) -> None:
@@ -84,6 +86,20 @@ def test_losses_are_compared_at_the_steps_that_both_have(benchmarks: None) -> No
     assert running_mean_gap(reference, {10: 4.0, 20: 4.0, 101: 99.0}) == 0.0
     assert running_mean_gap(reference, reference | {50: 5.0}) == pytest.approx(0.25 / 20)
     assert running_mean_gap(reference, {101: 4.0}) is None
+
+
+def test_what_kernels_do_not_take_of_a_step_the_device_did_nothing(benchmarks: None) -> None:
+    from kernel_times import kind_of
+    from peer_table import roofline
+
+    kernels = {kind_of("nvjet_sm90_tst_192x192"): 0.2, kind_of("triton_poi_fused_add_0"): 0.1}
+    document = written(
+        {"raw": {"figures": [4.0, 2.0, 3.0], "kernels": {"by_kind": kernels}}, "gradus": {"figures": [9.0]}}, []
+    )
+    document["works"][0]["units_of_a_step"] = 1.5
+    first, _, *rows = roofline([document]).splitlines()
+    assert first == "| work | contestant | step, ms | matrix products | memory-bound | nothing |"
+    assert rows == ["| a work | raw | 500 | 200 | 100 | 200 |"]
 
 
 def test_what_is_not_installed_is_known(benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> None:

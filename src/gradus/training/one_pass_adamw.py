@@ -259,7 +259,9 @@ class OnePassAdamW(torch.optim.AdamW):
                 num_warps=WARPS,
             )
             sums.append(table.sums.sum())
-        return torch.stack(sums).sum().sqrt() if sums else torch.zeros(())
+        if not sums:
+            return torch.zeros((), device=self.param_groups[0]["params"][0].device)
+        return torch.stack(sums).sum().sqrt()
 
     def _tables_of(self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor]) -> list[_Table]:
         """Those of the parameters that have a gradient, each filled with where their tensors are now."""
