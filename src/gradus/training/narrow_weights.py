@@ -64,7 +64,7 @@ class NarrowWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._copies: dict[int, _Copy] = {}
         self._places: list[tuple[nn.Module, str, _Copy]] = []
-        self._are_in = False
+        self.are_in = False
         for module in model.modules():
             if isinstance(module, _LEFT_ALONE):
                 continue
@@ -97,16 +97,20 @@ class NarrowWeights:
             copy.seen = _values(copy.of)
 
     def put_in(self) -> None:
+        """A parameter whose gradient somebody waits for or changes, by a hook, stays: a copy's gradient is not its."""
+        if self.are_in:
+            return
         for module, name, copy in self._places:
-            module._parameters[name] = copy.narrow
-        self._are_in = True
+            if not _is_hooked(copy.of):
+                module._parameters[name] = copy.narrow
+        self.are_in = True
 
     def take_out(self) -> None:
-        if not self._are_in:
+        if not self.are_in:
             return
         for module, name, copy in self._places:
             module._parameters[name] = copy.of
-        self._are_in = False
+        self.are_in = False
 
     def copies(self) -> dict[Tensor, Tensor]:
         """The narrow weights of the parameters that are trained."""
@@ -141,6 +145,10 @@ class NarrowWeights:
             for total, gradient in added:
                 total.add_(gradient)
         self.clear_gradients()
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _values(parameter: Tensor) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from gradus.training.joining import Place, join
 from gradus.training.leaving import end, tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
+from gradus.training.narrow_calls import hint_at_narrow_weights
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_evaluation import Results, measure_of
 from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
@@ -380,6 +381,8 @@ class Run:
 
     def _explained(self, error: BaseException) -> BaseException:
         self._live.watch.explain(error)
+        if self._prepared and self._live.step.has_narrow_weights:
+            hint_at_narrow_weights(error)
         return explain_out_of_memory(error, live=self._live)
 
     def _leave(self) -> None:
