@@ -20,6 +20,7 @@ from gradus.record.events import read_events
 from gradus.record.metrics import read_metrics
 from gradus.training.narrow_calls import HINT, hint_at_narrow_weights
 from gradus.training.own_loop import Run
+from gradus.training.own_optimizer import let_update_in_one_pass
 
 CPU = torch.device("cpu")
 
@@ -72,6 +73,7 @@ def looped(
     *,
     plan: dict[str, Any] | None = None,
     trained: nn.Module | None = None,
+    adjust: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
     **changes: Any,
 ) -> tuple[Run, list[float]]:
     """A loop with narrow weights, and its losses."""
@@ -82,7 +84,9 @@ def looped(
     for layer in model.modules():
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
-    model, _ = run.prepare(model, torch.optim.AdamW((trained or model).parameters(), lr=0.01))
+    optimizer = torch.optim.AdamW((trained or model).parameters(), lr=0.01)
+    adjust(optimizer)
+    model, _ = run.prepare(model, optimizer)
     for batch in run.batches(user_code.Points()):
         run.step(body(model, batch))
     run.finish()
@@ -205,6 +209,20 @@ def test_gradients_that_copies_have_from_an_earlier_call_of_the_same_step_are_no
     assert model.formats == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     assert run._live.optimizer.state[model.first.weight]["exp_avg"].norm() > 1e-3
     assert run._live.step._narrow is None
+
+
+@pytest.mark.parametrize("kind", [Net, Refusing])
+def test_an_adamw_that_updates_in_one_pass_trains_what_torchs_does(tmp_path, kind):
+    """Also where the model refuses narrow weights, and it has to step as torch's does. Interpreted, on a CPU."""
+    pytest.importorskip("triton")
+    plain, model = kind(), kind()
+    _, expected = looped(tmp_path / "plain", plain, steps=6)
+    run, losses = looped(tmp_path / "one", model, steps=6, adjust=let_update_in_one_pass)
+    assert (run._live.step._one_pass is None) == (kind is Refusing)
+    assert losses == pytest.approx(expected, rel=1e-2)
+    assert model.formats == plain.formats
+    state = run._live.optimizer.state[model.last.weight]
+    assert int(state["step"]) == 6
 
 
 def test_an_error_that_wide_weights_raise_too_is_raised_as_it_is(tmp_path):

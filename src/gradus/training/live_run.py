@@ -47,6 +47,7 @@ from gradus.parallel.support import accumulated_statistics
 from gradus.parallel.wiring import Wiring
 from gradus.parallel.world import World, alone
 from gradus.planner.budget import between_failures, length_of
+from gradus.planner.one_pass import in_one_pass
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
 from gradus.record.variables import BIND, OWN
@@ -68,7 +69,7 @@ from gradus.training.narrow_calls import call_with_narrow_weights
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
 from gradus.training.out_of_memory import out_of_memory_explained
-from gradus.training.own_optimizer import rebind
+from gradus.training.own_optimizer import let_update_in_one_pass, rebind
 from gradus.training.pipeline_step import PipelineStep, wiring_of
 from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
 from gradus.training.preparation import prepared
@@ -273,6 +274,8 @@ class LiveRun:
                 raise refused("plan.cuda_graph", "true", why, allowed="false", hint=hint)
             rebind(optimizer, names, self.model)
         narrow = plan.narrow_weights and world.device.type == "cuda"
+        if optimizer is not None and narrow and in_one_pass(plan, offered=recipe.on_nan != "skip"):
+            let_update_in_one_pass(optimizer)
         self.optimizer = optimizer or build_optimizer(self.model, recipe.optimizer, narrow_weights=narrow)
         if steps_alone:
             self.local_sgd = LocalSGD(self.model, self.optimizer, world, plan.synchronise_every, plan.bucket_mib)

@@ -40,12 +40,12 @@ def that_takes_narrow(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tak
     """The optimizer, if it is such a one, and the model one that it can do it for: in fp32, without gaps in memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     can = getattr(optimizer, "takes_narrow_gradients", False) and all(
-        parameter.dtype == torch.float32 and _is_dense(parameter) for parameter in trained
+        parameter.dtype == torch.float32 and is_dense(parameter) for parameter in trained
     )
     return cast(TakesNarrowGradients, optimizer) if can else None
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether its elements lie side by side, in whatever order."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() == 0 or last + 1 == tensor.numel()
