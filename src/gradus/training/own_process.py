@@ -74,7 +74,8 @@ def on_failure(
         else:
             before(kind, error, trace)
             if sys.version_info < (3, 11):  # which does not show them
-                print(*getattr(error, "__notes__", ()), sep="\n", end="\n", file=sys.stderr)
+                for note in getattr(error, "__notes__", ()):
+                    print(note, file=sys.stderr)
         if isinstance(error, Exception):
             tell_failure(run, attempt, error, rank)
         end(error.exit_code if isinstance(error, GradusError) else EXIT_FAILED)
