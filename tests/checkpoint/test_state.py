@@ -199,3 +199,17 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes() -> None:
     wider.inner[2] = nn.Linear(5, 4)
     message = other_model(wider)
     assert "inner.2.weight is (3, 5) there and (4, 5) here" in message
+
+
+def test_which_of_torchs_kernels_updates_is_the_optimizers_own_also_after_a_resume():
+    """Not every one runs everywhere."""
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    fused.step()
+    tensors, numbers = collect(model, fused)
+    old = {**numbers, "groups": [{**g, "numbers": {**g["numbers"], "fused": True}} for g in numbers["groups"]]}
+    for saved in (numbers, old):
+        plain = torch.optim.AdamW(model.parameters(), fused=False)
+        restore_optimizer(model, plain, tensors, saved, groups=True)
+        assert plain.param_groups[0]["fused"] is False

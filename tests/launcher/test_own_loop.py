@@ -176,6 +176,33 @@ def test_a_failure_in_the_loop_keeps_its_traceback_and_fails_the_run(gradus: Gra
     assert committed(run) == []
 
 
+BY_PARAMETERS = """\
+import torch
+import gradus
+from own import Data
+
+plan = {"precision": "bf16", "narrow_weights": True}
+run = gradus.Run.start({"name": "penalty", "batch": 8, "steps": 2, "plan": plan})
+model = torch.nn.Linear(4, 1)
+parameters = list(model.parameters())
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+for x, y in run.batches(Data(200)):
+    loss = ((model(x) - y) ** 2).mean()
+    run.step(loss + sum(g.norm() for g in torch.autograd.grad(loss, parameters, create_graph=True)))
+"""
+
+
+def test_a_loop_that_differentiates_by_its_parameters_is_told_which_key_lets_it(gradus: Gradus) -> None:
+    (gradus.folder / "penalty.py").write_text(BY_PARAMETERS)
+    done = gradus("train", "--nproc", "1", "--run-id", "penalty", "--json", "--", "penalty.py")
+    assert done.code == 1
+    assert "appears to not have been used in the graph" in done.json["error"]["message"]
+    assert "plan.narrow_weights=false" in done.json["error"]["hint"]
+    code, _, err = ended(python(gradus, "penalty.py"))
+    assert code == 1
+    assert err.rstrip().splitlines()[-1].endswith("plan.narrow_weights=false")
+
+
 TWICE = """\
 import os, signal, sys
 import torch

@@ -300,7 +300,7 @@ def test_only_reference_models_of_images_get_channels_last_unasked(model, cluste
         (gpus(2, [9, 0]), {"mesh": {"replicate": 2}}, "gpt", False, "gradients of replicas"),
         (gpus(2, [9, 0]), {"mesh": {"shard": 2}}, "gpt", False, "gathered in 16 bits anyway"),
         (gpus(1, [9, 0]), {}, "own.py:Net", False, "not traced"),
-        (gpus(1, [9, 0]), {}, "own", False, "your loop may read the weights"),
+        (gpus(1, [9, 0]), {}, "own", True, "for your model's calls"),
         (gpus(1, [9, 0]), {"narrow_weights": True}, "own", True, "fixed by the recipe"),
         (gpus(1, [9, 0]), {"narrow_weights": False}, "gpt", False, "fixed by the recipe"),
     ],

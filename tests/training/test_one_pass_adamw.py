@@ -6,6 +6,7 @@ Without a GPU the kernel is interpreted (conftest.py).
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from gradus.training.one_pass_adamw import BLOCK, PART, OnePassAdamW
+from gradus.training.own_optimizer import let_update_in_one_pass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # In programs of the kernel: one, a bit of one, whole ones, whole ones and a bit, and a block and a number.
@@ -139,3 +141,86 @@ def test_torch_goes_on_with_its_state_and_it_with_that_of_torch(fused: bool) -> 
     pair.step()
     pair.assert_alike()
     assert all(int(state["step"]) == 4 for state in pair.one_pass.state.values())
+
+
+# --- torch's own, turned into it
+
+
+def turned(optimizer: torch.optim.Optimizer) -> bool:
+    let_update_in_one_pass(optimizer)
+    return isinstance(optimizer, OnePassAdamW)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}, {"fused": False}], ids=str)
+def test_an_adamw_of_torch_that_has_taken_steps_goes_on_in_one_pass(options: dict[str, Any]) -> None:
+    pair = Pair(torch.bfloat16)
+    pair.one_pass = torch.optim.AdamW(groups_of(pair.ours), lr=1e-2, **options)  # type: ignore[assignment]
+    for _ in range(2):
+        for theirs, ours, gradient in zip(pair.theirs, pair.ours, pair.gradients(), strict=True):
+            theirs.grad = ours.grad = gradient.float()
+        pair.torchs.step()
+        pair.one_pass.step()
+    assert turned(pair.one_pass)
+    assert all(group["fused"] for group in pair.one_pass.param_groups), "others would ask the device for step numbers"
+    pair.step()
+    for theirs, ours, gradient in zip(pair.theirs, pair.ours, pair.gradients(), strict=True):
+        theirs.grad = ours.grad = gradient.float()
+    pair.torchs.step()
+    pair.one_pass.step()  # which somebody may call
+    pair.step()
+    pair.assert_alike()
+    assert all(int(state["step"]) == 5 for state in pair.one_pass.state.values())
+
+
+def test_a_scheduler_of_it_goes_on_and_has_nothing_to_complain_about() -> None:
+    parameter = nn.Parameter(torch.ones(8, device=DEVICE))
+    optimizer = torch.optim.AdamW([parameter], lr=1.0, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    assert turned(optimizer)
+    moved = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            before = parameter.detach().clone()
+            optimizer.update({parameter: torch.ones_like(parameter)}, {}, torch.ones((), device=DEVICE))
+            scheduler.step()
+            moved.append(float((before - parameter.detach()).mean()))
+    assert moved == pytest.approx([1.0, 0.5, 0.25], rel=1e-4)
+
+
+def test_hooks_upon_its_steps_are_called_and_find_gradients() -> None:
+    pair = Pair(torch.bfloat16)
+    norms: list[float] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        norms.append(float(sum(p.grad.norm() for group in optimizer.param_groups for p in group["params"])))
+
+    pair.one_pass.register_step_pre_hook(note)
+    pair.step()
+    pair.step()
+    pair.assert_alike()
+    assert len(norms) == 2
+    for weight, narrow in pair.narrow.items():
+        assert torch.equal(narrow, weight.bfloat16())
+
+
+class Own(torch.optim.AdamW):
+    """Which may do anything."""
+
+
+def test_what_the_kernel_does_not_do_is_left_to_torch() -> None:
+    def parameter(dtype: torch.dtype = torch.float32) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+
+    assert turned(torch.optim.AdamW([parameter()]))
+    assert not turned(Own([parameter()]))
+    assert not turned(torch.optim.Adam([parameter()]))
+    assert not turned(torch.optim.AdamW([parameter()], amsgrad=True))
+    assert not turned(torch.optim.AdamW([parameter()], maximize=True))
+    assert not turned(torch.optim.AdamW([parameter()], differentiable=True))
+    assert not turned(torch.optim.AdamW([parameter()], lr=torch.tensor(0.1)))
+    assert not turned(torch.optim.AdamW([parameter(), parameter(torch.bfloat16)]))
+    assert not turned(torch.optim.AdamW([nn.Parameter(torch.zeros(4, 4)[:, ::2])]))
+    replaced = torch.optim.AdamW([parameter()])
+    replaced.step = lambda: None  # type: ignore[method-assign, assignment]
+    assert not turned(replaced)

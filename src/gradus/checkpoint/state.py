@@ -19,6 +19,7 @@ from gradus.parallel.world import World
 from gradus.schema.errors import InputError
 
 OPTIMIZER_PREFIX = "optimizer."
+_KERNELS = ("foreach", "fused")  # of a parameter group: how it is computed on a machine, not what
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -195,13 +196,13 @@ def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: S
                 allowed=len(saved),
             )
         if sources:  # else they are of a stage that rank 0 did not have
-            group.update(sources[0]["numbers"])
+            group.update({k: v for k, v in sources[0]["numbers"].items() if k not in _KERNELS})
 
 
 def _group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Plain numbers of a parameter group, without its learning rate: that is the schedule's or the script's own."""
-    rates = ("lr", "lr_factor")
-    return {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str)) and k not in rates}
+    left_out = ("lr", "lr_factor", *_KERNELS)
+    return {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str)) and k not in left_out}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

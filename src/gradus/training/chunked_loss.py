@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # private, but there is no
 from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
 from gradus.parallel.support import LOSS_KERNEL_CAPABILITY
+from gradus.schema.errors import InputError
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of logits; fp64 keeps its digits
 # Rows of the output matrix, in 16 bits: of an odd number of columns, the rows of logits begin anywhere, and then
@@ -220,6 +221,13 @@ class _LossSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Once, or again: what was saved stays as it is."""
+        if torch.is_grad_enabled():  # with create_graph: what was saved has no history, and they would be wrong
+            raise InputError(
+                "plan.loss_chunks: a loss in parts has no gradients of gradients (create_graph=True)",
+                hint="use plan.loss_chunks=1",
+                field="plan.loss_chunks",
+                allowed=1,
+            )
         saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
         return (*(_scaled(one, gradient, dtype) if wanted else None for one, dtype, wanted in saved), None, None)
 

@@ -45,6 +45,10 @@ def gpu_of(local_rank: int, gpus: int, ranks_per_gpu: int) -> int:
     return number
 
 
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def limit_memory(device: torch.device, memory_limit_gib: float | None) -> None:
     """Let this process have so much of its GPU and no more, as if the GPU were smaller. A CPU has no such limit."""
     if memory_limit_gib is None or device.type != "cuda":

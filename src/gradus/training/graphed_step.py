@@ -152,9 +152,9 @@ class GraphedStep(TrainingStep):
         if not torch.cuda.is_current_stream_capturing():
             super()._seed_for(micro, step)
 
-    def _refresh_narrow(self) -> None:
+    def _refresh_narrow(self, *, first: bool = True) -> None:
         if not torch.cuda.is_current_stream_capturing():  # whether it is needed differs from step to step
-            super()._refresh_narrow()
+            super()._refresh_narrow(first=first)
 
     def _forget_step(self) -> None:
         """After a recording that failed, with which torch leaves its allocator: all that is freed would stay kept."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
     machine = detect_machine()
     cluster = detect_cluster(machine)
     choice = default_plan(recipe, cluster, world.size, own_loop=True)
-    files = {"recipe.yaml": recipe.to_yaml(), "plan.yaml": choice.plan.to_yaml(choice.reasons)}
+    files = {"recipe.yaml": recipe.to_yaml(), **plan_file(choice)}
     named = os.environ.get(RUN)
     if named is not None:
         if resume is not None and not _is_run(resume, runs, Path(named)):
@@ -54,8 +55,7 @@ def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
             )
         run, attempt = RunDirectory(Path(named)), int(os.environ[ATTEMPT])
         if world.leads:
-            for name, text in files.items():
-                (run.attempt_path(attempt) / name).write_text(text)
+            write_files(run, attempt, files)
             run.own_loop_mark(attempt).touch()  # from now on status and ending come from here
         world.barrier()
         return Place(world, run, attempt, choice, True, connection)
@@ -77,6 +77,19 @@ def join(recipe: Recipe, runs: Path, resume: str | None) -> Place:
         number, _, path = _told(world).partition(" ")
         run, attempt = RunDirectory(Path(path)), int(number)
     return Place(world, run, attempt, choice, False, connection, lock)
+
+
+def plan_file(choice: Choice) -> dict[str, str]:
+    return {"plan.yaml": choice.plan.to_yaml(choice.reasons)}
+
+
+def write_files(run: RunDirectory, attempt: int, files: Mapping[str, str]) -> None:
+    """Into an attempt's folder, in place of what has the same name. Others may read it meanwhile."""
+    for name, text in files.items():
+        path = run.attempt_path(attempt) / name
+        temporary = path.with_name(f".{name}.new")
+        temporary.write_text(text)
+        temporary.replace(path)
 
 
 def _is_run(named: str, runs: Path, chosen: Path) -> bool:

@@ -71,11 +71,17 @@ def tell_failure(run: RunDirectory, attempt: int, error: Exception, rank: int) -
         document |= {
             "kind": "lost-peer" if lost_peer else "exception",
             "message": f"{type(error).__name__}: {error}",
-            "hint": None,
+            "hint": _hint_of(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
         exit_code = EXIT_FAILED
     write_outcome(run, attempt, {"state": "failed", "exit_code": exit_code, "error": document})
+
+
+def _hint_of(error: Exception) -> str | None:
+    """What a note upon an error of others advises (narrow_calls.py)."""
+    hints = (note.removeprefix("hint: ") for note in getattr(error, "__notes__", ()) if note.startswith("hint: "))
+    return next(hints, None)
 
 
 def leave(code: int) -> NoReturn:

@@ -47,6 +47,7 @@ from gradus.parallel.support import accumulated_statistics
 from gradus.parallel.wiring import Wiring
 from gradus.parallel.world import World, alone
 from gradus.planner.budget import between_failures, length_of
+from gradus.planner.one_pass import in_one_pass
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
 from gradus.record.variables import BIND, OWN
@@ -64,10 +65,11 @@ from gradus.training.float8 import Float8Layers, choose_layers
 from gradus.training.graphed_step import GraphedStep
 from gradus.training.hooks import Hooks
 from gradus.training.loss_placement import chunk_loss, may_chunk
+from gradus.training.narrow_calls import call_with_narrow_weights
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
 from gradus.training.out_of_memory import out_of_memory_explained
-from gradus.training.own_optimizer import rebind
+from gradus.training.own_optimizer import let_update_in_one_pass, rebind
 from gradus.training.pipeline_step import PipelineStep, wiring_of
 from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
 from gradus.training.preparation import prepared
@@ -272,6 +274,8 @@ class LiveRun:
                 raise refused("plan.cuda_graph", "true", why, allowed="false", hint=hint)
             rebind(optimizer, names, self.model)
         narrow = plan.narrow_weights and world.device.type == "cuda"
+        if optimizer is not None and narrow and in_one_pass(plan, offered=recipe.on_nan != "skip"):
+            let_update_in_one_pass(optimizer)
         self.optimizer = optimizer or build_optimizer(self.model, recipe.optimizer, narrow_weights=narrow)
         if steps_alone:
             self.local_sgd = LocalSGD(self.model, self.optimizer, world, plan.synchronise_every, plan.bucket_mib)
@@ -306,11 +310,17 @@ class LiveRun:
             on_nan=recipe.on_nan,
             narrow_weights=plan.narrow_weights,
             others_write_weights=bool(recipe.hooks) or self.objective is None,
+            narrow_in_calls=self.objective is None,
         )
         if isinstance(self.step, GraphedStep):
-            self.step.tell = lambda message: self.recorder.event("warning", message=message)
+            self.step.tell = self._warn
+        if self.objective is None and self.step.has_narrow_weights:
+            call_with_narrow_weights(wrapped, self.step, self._warn)
         self.step.own = self.watch.own
         self.watch.own.watch_gradients(self.step.model)
+
+    def _warn(self, message: str) -> None:
+        self.recorder.event("warning", message=message)
 
     def restore(self) -> bool:
         """Put the state of the checkpoint in place, if there is one. False: it is damaged, and so is the state now."""

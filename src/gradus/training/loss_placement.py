@@ -9,7 +9,7 @@ that layer's work. Reference models offer it by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.func import functional_call
 
 from gradus.data.transfer import mapped
 from gradus.models.output import LossOutput, classification_loss, layer_and_loss
+from gradus.planner.choice.levers import chosen_chunks
+from gradus.planner.defaults import Choice
 from gradus.record.format import first_line
 from gradus.schema.errors import InputError
 from gradus.schema.foreign import is_pretrained_model
@@ -63,6 +65,29 @@ def may_chunk(model: nn.Module, recipe: Recipe) -> bool:
 def _head_of(model: nn.Module) -> nn.Module | None:
     """The part of a reference model that has its output layer and its loss."""
     return next((module for module in model.modules() if getattr(module, "loss", None) is layer_and_loss), None)
+
+
+def with_loss_chunks(choice: Choice, recipe: Recipe, model: nn.Module, capability: tuple[int, int] | None) -> Choice:
+    """The choice of an own loop, once its model is there, with what the planner knows of a recipe's before.
+
+    For models with a head of ours: what others do to their logits is not seen here, and the loop may look at them.
+    """
+    head = _head_of(model)
+    if head is None or "loss_chunks" in recipe.plan.fixed:
+        return choice
+    layer = [module for module in head.modules() if isinstance(module, nn.Linear)][-1]
+    lengths = (getattr(getattr(module, "settings", None), "context", None) for module in model.modules())
+    length = next((length for length in lengths if isinstance(length, int)), None)
+    if length is None or type(layer) is not nn.Linear:  # an adapter beside it would be left out
+        return choice
+    chunks, why = chosen_chunks(choice.plan, capability, layer.out_features, length)
+    if not why:
+        return choice
+    return replace(
+        choice,
+        plan=choice.plan.model_copy(update={"loss_chunks": chunks}),
+        reasons={**choice.reasons, "loss_chunks": why},
+    )
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,12 @@ def that_takes_narrow(optimizer: torch.optim.Optimizer, model: nn.Module) -> Tak
     """The optimizer, if it is such a one, and the model one that it can do it for: in fp32, without gaps in memory."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     can = getattr(optimizer, "takes_narrow_gradients", False) and all(
-        parameter.dtype == torch.float32 and _is_dense(parameter) for parameter in trained
+        parameter.dtype == torch.float32 and is_dense(parameter) for parameter in trained
     )
     return cast(TakesNarrowGradients, optimizer) if can else None
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether its elements lie side by side, in whatever order."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.numel() == 0 or last + 1 == tensor.numel()
@@ -67,7 +67,7 @@ class NarrowWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._copies: dict[int, _Copy] = {}
         self._places: list[tuple[nn.Module, str, _Copy]] = []
-        self._are_in = False
+        self.are_in = False
         for module in model.modules():
             if isinstance(module, _LEFT_ALONE):
                 continue
@@ -100,16 +100,20 @@ class NarrowWeights:
             copy.seen = _values(copy.of)
 
     def put_in(self) -> None:
+        """A parameter whose gradient somebody waits for or changes, by a hook, stays: a copy's gradient is not its."""
+        if self.are_in:
+            return
         for module, name, copy in self._places:
-            module._parameters[name] = copy.narrow
-        self._are_in = True
+            if not _is_hooked(copy.of):
+                module._parameters[name] = copy.narrow
+        self.are_in = True
 
     def take_out(self) -> None:
-        if not self._are_in:
+        if not self.are_in:
             return
         for module, name, copy in self._places:
             module._parameters[name] = copy.of
-        self._are_in = False
+        self.are_in = False
 
     def copies(self) -> dict[Tensor, Tensor]:
         """The narrow weights of the parameters that are trained."""
@@ -144,6 +148,10 @@ class NarrowWeights:
             for total, gradient in added:
                 total.add_(gradient)
         self.clear_gradients()
+
+
+def _is_hooked(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _values(parameter: Tensor) -> tuple[int, int]:

@@ -235,9 +235,26 @@ class OnePassAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, fused=True, **options)
         self._tables: dict[tuple[int, bool, bool], _Table] = {}
 
+    @classmethod
+    def take_over(cls, optimizer: torch.optim.AdamW) -> None:
+        """Turn torch's AdamW into this, in place: whoever holds it, such as a scheduler, holds it still."""
+        optimizer.__class__ = cls
+        assert isinstance(optimizer, cls)
+        optimizer._tables = {}
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            settings.update(fused=True, foreach=False)  # so that torch's own `step` finds its numbers of steps
+        optimizer._step_supports_amp_scaling = True
+        for parameter, state in optimizer.state.items():
+            if state:
+                state["step"] = state["step"].to(parameter.device, torch.float32)
+
     @torch.no_grad()
     def update(self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor], factor: Tensor) -> None:
         """Apply `gradients`, each times `factor`, and round the new weights into those that are `narrow`."""
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            self._step_with_hooks(gradients, narrow, factor)
+            return
+        self._opt_called = True  # a scheduler of torch's asks for it
         for table in self._tables_of(gradients, narrow):
             self._update(table, factor)
 
@@ -319,6 +336,15 @@ class OnePassAdamW(torch.optim.AdamW):
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
+
+    def _step_with_hooks(
+        self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor], factor: Tensor
+    ) -> None:
+        """Hooks upon a step expect gradients where torch has them."""
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient.to(parameter.dtype) * factor
+        self.step()
+        torch._foreach_copy_(list(narrow.values()), list(narrow.keys()))
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

@@ -33,11 +33,14 @@ from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
 from gradus.training.described import described_as
+from gradus.training.device import compute_capability
 from gradus.training.graphed_step import GraphedStep
-from gradus.training.joining import Place, join
+from gradus.training.joining import Place, join, plan_file, write_files
 from gradus.training.leaving import end, tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
+from gradus.training.loss_placement import with_loss_chunks
+from gradus.training.narrow_calls import hint_at_narrow_weights
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_evaluation import Results, measure_of
 from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
@@ -158,6 +161,11 @@ class Run:
         with live.recorder.told_of_failure(), out_of_memory_explained(live):
             begins = live.checkpoint is None
             described = described_as(live.recipe, model, live.world, divided=divided, load_weights=begins)
+            choice = with_loss_chunks(self._place.choice, live.recipe, described.model, compute_capability(self.device))
+            if choice is not self._place.choice:
+                live.plan = choice.plan
+                if live.world.leads:
+                    write_files(self._place.run, self._place.attempt, plan_file(choice))
             live.use_model(described, optimizer, fixed_buckets=live.recipe.deterministic)
             restored = live.restore()
             assert restored, "every byte was compared before, since a model of the script's is not built anew"
@@ -380,6 +388,8 @@ class Run:
 
     def _explained(self, error: BaseException) -> BaseException:
         self._live.watch.explain(error)
+        if self._prepared and self._live.step.has_narrow_weights:
+            hint_at_narrow_weights(error)
         return explain_out_of_memory(error, live=self._live)
 
     def _leave(self) -> None:

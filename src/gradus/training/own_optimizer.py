@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._triton import has_triton_package
 
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import OWN, OptimizerBlock, Recipe
+from gradus.training.narrow_weights import is_dense
 from gradus.training.optimizers import LR_FACTOR
 
 
@@ -63,6 +67,26 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
         if len({isinstance(p, DTensor) and p.device_mesh for p in group["params"]}) > 1:
             # torch's combined kernels take only parameters that are divided alike.
             group.update({key: False for key in ("foreach", "fused") if key in group})
+
+
+def let_update_in_one_pass(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's own AdamW, in place, write narrow weights as well, as the recipe's does. Others stay as they are."""
+    if _is_plain_adamw(optimizer) and has_triton_package():
+        from gradus.training.one_pass_adamw import OnePassAdamW  # which needs Triton
+
+        OnePassAdamW.take_over(optimizer)
+
+
+def _is_plain_adamw(optimizer: torch.optim.Optimizer) -> TypeGuard[torch.optim.AdamW]:
+    """Whether all that it does is what the kernel does, to parameters in fp32."""
+    replaced = vars(optimizer).get("step")  # by a scheduler, which counts steps, or by somebody else
+    return (
+        type(optimizer) is torch.optim.AdamW
+        and (replaced is None or hasattr(replaced, "_wrapped_by_lr_sched"))
+        and not any(group[key] for group in optimizer.param_groups for key in ("amsgrad", "maximize", "differentiable"))
+        and not any(isinstance(n, Tensor) for group in optimizer.param_groups for n in (group["lr"], *group["betas"]))
+        and all(p.dtype == torch.float32 and is_dense(p) for group in optimizer.param_groups for p in group["params"])
+    )
 
 
 def check_scheduler(scheduler: LRScheduler, optimizer: torch.optim.Optimizer | None, recipe: Recipe) -> None:

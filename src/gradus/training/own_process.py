@@ -73,6 +73,9 @@ def on_failure(
             _print_error(error)
         else:
             before(kind, error, trace)
+            if sys.version_info < (3, 11):  # which does not show them
+                for note in getattr(error, "__notes__", ()):
+                    print(note, file=sys.stderr)
         if isinstance(error, Exception):
             tell_failure(run, attempt, error, rank)
         end(error.exit_code if isinstance(error, GradusError) else EXIT_FAILED)

@@ -50,6 +50,7 @@ class TrainingStep:
         on_nan: str = "stop",
         narrow_weights: bool = False,
         others_write_weights: bool = True,  # hooks or an own loop may, where torch does not count it as a change
+        narrow_in_calls: bool = False,  # an own loop's: weights are narrow inside its calls (narrow_calls.py) alone
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -72,6 +73,10 @@ class TrainingStep:
             self._wide = None
         self._narrow = NarrowWeights(model, numbers.autocast) if narrow_weights and numbers.autocast else None
         self._others_write_weights = others_write_weights
+        self._narrow_in_calls = narrow_in_calls
+        self._narrow_refused = False  # by the model: copies stay until the gradients that they may have are used
+        self._computing = False  # between a micro-batch and its loss
+        self._refreshed = False  # since this step began
         self._experts = ExpertLoads(model, world)
         self._guard = Guard(model, world, skips=on_nan == "skip") if on_nan != "stop" else None
         whole_updates = accumulate == 1 and self.loss_scale is None and not (self._guard and self._guard.skips)
@@ -110,10 +115,10 @@ class TrainingStep:
         self._seed_for(micro, step)
         if self._guard is not None and not self.under_way:
             self._guard.begin()
-        if self._narrow is not None:
-            if not self.under_way:
-                self._refresh_narrow()
-            self._narrow.put_in()
+        if not self.under_way:
+            self._refreshed = False
+        if self._narrow is not None and not self._narrow_in_calls:
+            self._put_in_narrow(self._narrow)
         padding = micro.samples == 0
         last = len(self._counts) == self.accumulate - 1
         self._reducing = ExitStack()  # until backward is done
@@ -123,6 +128,7 @@ class TrainingStep:
                 self._reduces_as_last = last
         else:
             self._reducing.enter_context(reducing_gradients(self.model, reduce=last and self._wide is None))
+        self._computing = True
         try:
             computing = self._numbers.computing(self._world.device)
             with muted_batch_norm(self.model, padding), self._experts.counting(micro.samples), computing:
@@ -132,13 +138,42 @@ class TrainingStep:
             if explained is error:
                 raise
             raise explained from error
+        finally:
+            self._computing = False
+
+    @contextmanager
+    def narrow_call(self) -> Iterator[bool]:
+        """Inside, an own loop calls its model. Whether that has narrow weights now, which it has not without this."""
+        narrow = self._narrow
+        if narrow is None or not self.has_narrow_weights or not self._computing or narrow.are_in:
+            yield False
+            return
+        self._put_in_narrow(narrow)
+        try:
+            yield True
+        finally:
+            narrow.take_out()
+
+    @property
+    def has_narrow_weights(self) -> bool:
+        return self._narrow is not None and not self._narrow_refused
+
+    def refuse_narrow(self) -> None:
+        """The model does not take narrow weights: from its next call on, it and the optimizer do without."""
+        self._narrow_refused, self._one_pass = True, None
+
+    def _put_in_narrow(self, narrow: NarrowWeights) -> None:
+        self._refresh_narrow(first=not self._refreshed)
+        self._refreshed = True
+        narrow.put_in()
 
     def _seed_for(self, micro: MicroBatch, step: int) -> None:
         seed_for_micro_batch(self._seed, step, micro.position, self._world.device, *self._part)
 
-    def _refresh_narrow(self) -> None:
+    def _refresh_narrow(self, *, first: bool = True) -> None:
+        """`first`: of this step, before which all weights were updated."""
         assert self._narrow is not None
-        self._narrow.refresh(trained=self._one_pass is None or self._others_write_weights)
+        self._narrow.refresh(trained=first and (self._one_pass is None or self._others_write_weights))
 
     def abandon(self) -> None:
         """No backward will come for the last forward pass."""
@@ -163,12 +198,16 @@ class TrainingStep:
         scaled = loss_sum / self._expected.to(loss_sum.dtype)
         if self.loss_scale is not None:
             scaled = scaled * self.loss_scale.scale
+        if self._narrow is not None and self.has_narrow_weights:
+            self._narrow.put_in()
         with self._reducing, self.own.backward() if self.own is not None else nullcontext():
             scaled.backward()  # type: ignore[no-untyped-call]
         if self._narrow is not None:
             self._narrow.take_out()
             if self._one_pass is None:
                 self._narrow.hand_over_gradients()
+            if self._narrow_refused:
+                self._narrow = None
         if self._wide is not None:
             with self.own.inside("backward") if self.own is not None else nullcontext():
                 self._wide.take()

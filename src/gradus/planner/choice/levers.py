@@ -104,10 +104,16 @@ def _if_it_saves(plan: Plan, choice: Chosen, foresight: Foresight) -> Chosen:
 
 
 def _chunks(plan: Plan, space: Space, tokens_per_sample: int) -> Chosen:
-    """A value, and why; without a reason where nobody would ask."""
-    mesh, vocabulary = plan.mesh, space.case.model.vocabulary
-    divided = mesh.tensor * mesh.pipeline * mesh.context > 1
     capability = space.case.capability if space.case.on_gpus else None
+    return chosen_chunks(plan, capability, space.case.model.vocabulary, tokens_per_sample)
+
+
+def chosen_chunks(
+    plan: Plan, capability: tuple[int, int] | None, vocabulary: int | None, tokens_per_sample: int
+) -> Chosen:
+    """A value, and why; without a reason where nobody would ask. `capability`: of the GPU, if there is one."""
+    mesh = plan.mesh
+    divided = mesh.tensor * mesh.pipeline * mesh.context > 1
     if vocabulary is None or divided or plan.precision not in NARROW:
         return 1, ""
     if capability is None or capability < LOSS_KERNEL_CAPABILITY:
