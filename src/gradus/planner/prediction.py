@@ -125,7 +125,8 @@ class Predictor:
     def _chunked(self, alone: ProfileRequest) -> list[ProfileRequest]:
         """What one rank would most likely be asked for next, if its loss is computed in parts."""
         facts = facts_of(self.recipe)
-        if facts.kind != "reference" or "loss_chunks" in self.recipe.plan.fixed:
+        may_refuse = self.recipe.lora is not None  # if the output layer has an adapter
+        if facts.kind != "reference" or may_refuse or "loss_chunks" in self.recipe.plan.fixed:
             return []
         samples = self.recipe.plan.micro_batch if "micro_batch" in self.recipe.plan.fixed else self.recipe.batch
         chunks = chunks_of(samples * (facts.sequence or 0), facts.vocabulary)

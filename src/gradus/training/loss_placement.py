@@ -42,6 +42,10 @@ def chunk_loss(
     """
     name, head, loss = type(model).__name__, _head_of(model), ChunkedLoss(chunks, kernel)
     if head is not None:
+        if type(_output_of(head)) is not nn.Linear:
+            raise _refused(
+                f"the output layer of {name} has an adapter beside it, which a loss in parts would leave out"
+            )
         head.loss = _OfHead(loss)  # type: ignore[assignment]
     elif objective is None or example is None:
         raise _refused(f"in an own loop, the loss of {name} is computed where gradus does not see it")
@@ -67,6 +71,10 @@ def _head_of(model: nn.Module) -> nn.Module | None:
     return next((module for module in model.modules() if getattr(module, "loss", None) is layer_and_loss), None)
 
 
+def _output_of(head: nn.Module) -> nn.Linear:
+    return [module for module in head.modules() if isinstance(module, nn.Linear)][-1]
+
+
 def with_loss_chunks(choice: Choice, recipe: Recipe, model: nn.Module, capability: tuple[int, int] | None) -> Choice:
     """The choice of an own loop, once its model is there, with what the planner knows of a recipe's before.
 
@@ -75,7 +83,7 @@ def with_loss_chunks(choice: Choice, recipe: Recipe, model: nn.Module, capabilit
     head = _head_of(model)
     if head is None or "loss_chunks" in recipe.plan.fixed:
         return choice
-    layer = [module for module in head.modules() if isinstance(module, nn.Linear)][-1]
+    layer = _output_of(head)
     lengths = (getattr(getattr(module, "settings", None), "context", None) for module in model.modules())
     length = next((length for length in lengths if isinstance(length, int)), None)
     if length is None or type(layer) is not nn.Linear:  # an adapter beside it would be left out

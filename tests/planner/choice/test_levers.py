@@ -252,6 +252,17 @@ def test_a_plan_for_one_gpu_has_levers_and_predicts_them():
     assert not any("launched as graphs" in said for said in plain.prediction.basis)
 
 
+def test_an_output_layer_with_an_adapter_beside_it_is_not_left_to_a_loss_in_parts():
+    """Which multiplies by the layer's weight alone."""
+    adapted = {"model": {**GPT, "tied": False}, "lora": {"rank": 4, "targets": ["head.output"]}}
+    plan = planned(recipe(**adapted), H200, 1).choices[0].plan
+    assert plan.loss_chunks == 1
+    with pytest.raises(InputError, match="adapter"):
+        planned(recipe({"loss_chunks": 4}, **adapted), H200, 1)
+    elsewhere = {**adapted, "lora": {"rank": 4, "targets": ["blocks.*.attention.qkv"]}}
+    assert planned(recipe(**elsewhere), H200, 1).choices[0].plan.loss_chunks > 1
+
+
 def test_a_plan_for_a_tiny_model_has_graphs_and_predicts_them():
     tiny = {"use": "gpt", "layers": 4, "width": 64, "heads": 2, "context": 64, "vocabulary": 256}
     best = planned(recipe(model=tiny, data={**TEXT, "context": 64}, batch=4), H200, 1).choices[0]
