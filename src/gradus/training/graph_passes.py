@@ -15,8 +15,9 @@ from typing import Any
 from torch import fx
 
 from gradus.training.cheap_functions import use_cheap_functions
+from gradus.training.max_pooling import use_max_pool_kernel
 
-PASSES = (use_cheap_functions,)
+PASSES = (use_cheap_functions, use_max_pool_kernel)
 
 
 class GraphPasses:
