@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._inductor import inductor_prims  # for offsets as the compiler makes them
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,17 +49,18 @@ POOLINGS: dict[str, tuple[Pair, Pair, Pair, Pair, bool]] = {  # of what size, th
 }
 
 
-def pooled(name: str, channels: int, dtype: torch.dtype, different: int = 1000) -> tuple[Tensor, ...]:
+def pooled(name: str, channels: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """A gradient, offsets as the compiler has them, and the gradient in float64 by what was pooled."""
     size, kernel, stride, padding, ceil_mode = POOLINGS[name]
     generator = torch.Generator().manual_seed(1)
-    x = torch.randint(-different, different, (3, channels, *size), generator=generator).to(DEVICE, torch.float64)
-    y = F.max_pool2d(x.requires_grad_(), kernel, stride, padding, ceil_mode=ceil_mode)
+    x = torch.randn((3, channels, *size), generator=generator).to(DEVICE, torch.float64)
+    y, indices = F.max_pool2d(x.requires_grad_(), kernel, stride, padding, ceil_mode=ceil_mode, return_indices=True)
     gradient = torch.randn(y.shape, generator=generator).to(DEVICE, dtype).to(memory_format=LAST)
     (expected,) = torch.autograd.grad(y, x, gradient.double())
-    _, offsets = inductor_prims._low_memory_max_pool_with_offsets(
-        x.detach(), kernel, stride, padding, [1, 1], ceil_mode
-    )
+    rows, columns = (torch.arange(count, device=DEVICE) for count in y.shape[2:])
+    down = indices // size[1] - (rows * stride[0] - padding[0])[:, None]
+    right = indices % size[1] - (columns * stride[1] - padding[1])
+    offsets = (down * kernel[1] + right).to(torch.int8)
     return gradient, offsets.to(memory_format=LAST), expected
 
 
@@ -74,14 +74,6 @@ def test_the_gradient_is_that_of_torch(name: str, channels: int, dtype: torch.dt
     assert found.dtype == dtype
     assert found.is_contiguous(memory_format=LAST)
     torch.testing.assert_close(found.double(), expected, rtol=ROUNDING[dtype], atol=1e-6)
-
-
-@pytest.mark.parametrize("name", POOLINGS)
-def test_of_equal_numbers_the_first_gets_the_gradient(name: str) -> None:
-    size, kernel, stride, padding, _ = POOLINGS[name]
-    gradient, offsets, expected = pooled(name, 8, torch.float32, different=1)
-    found = max_pool_backward(gradient, offsets, size, kernel, stride, padding)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_more_channels_than_a_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +142,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
 
     monkeypatch.setattr(GraphPasses, "__call__", looking)
     monkeypatch.setattr(max_pooling, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch._dynamo.reset()
     with fresh_cache():
         yield seen
@@ -178,6 +171,12 @@ def furthest(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((one - g).abs().max() / g.abs().max()) for one, g in zip(found, expected, strict=True))
 
 
+def error_in_16_bits(model: nn.Module, eager: nn.Module, x: Tensor) -> float:
+    """Not from an eager one in 16 bits: which of two numbers is the largest there often depends on rounding."""
+    exact = [g.clone() for g in gradients(eager, x)]
+    return furthest(gradients(model, x, torch.bfloat16), exact)
+
+
 def times(lowered: list[Seen], operator: Any) -> int:
     return sum(target is operator for seen in lowered for target, _ in seen)
 
@@ -202,10 +201,34 @@ def test_a_compiled_model_has_the_kernel_and_learns_the_same(lowered: list[Seen]
 @pytest.mark.usefixtures("deterministic")
 def test_in_16_bits_it_gets_bytes_and_not_indices(lowered: list[Seen]) -> None:
     compiled, eager, x = compiled_and_eager()
-    assert furthest(gradients(compiled, x, torch.bfloat16), gradients(eager, x, torch.bfloat16)) < 0.05
+    assert error_in_16_bits(compiled, eager, x) < 2 * error_in_16_bits(eager, eager, x)
     inputs = [inputs for seen in lowered for target, inputs in seen if target is OURS]
     assert inputs == [[torch.bfloat16, torch.int8]] * 2, "and nothing of what was pooled"
     assert not any(torch.int64 in inputs for _, inputs in lowered[-1]), "which nobody computes then"
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, device=DEVICE))
+        self.pool = nn.MaxPool2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.pool(x * self.scale)
+        return y
+
+
+def test_of_equal_numbers_the_first_gets_the_gradient(lowered: list[Seen]) -> None:
+    compiled, eager = Scaled(), Scaled()
+    compilation.compile_model(compiled)
+    x = torch.randint(0, 2, (2, 8, 13, 11), generator=torch.Generator().manual_seed(1)).float()
+    found, expected = (x.to(DEVICE, memory_format=LAST, copy=True).requires_grad_() for _ in range(2))
+    for model, given in ((compiled, found), (eager, expected)):
+        (model(given) + 1).square().sum().backward()
+    assert times(lowered, OURS) == 1
+    assert found.grad is not None
+    assert expected.grad is not None
+    assert torch.equal(found.grad, expected.grad)
 
 
 def test_the_number_of_images_may_change(lowered: list[Seen]) -> None:
@@ -254,11 +277,9 @@ def test_a_cpu_has_no_kernel(lowered: list[Seen], monkeypatch: pytest.MonkeyPatc
 def test_on_a_gpu_a_compiled_network_in_bf16_learns_as_an_eager_one() -> None:
     torch._dynamo.reset()
     compiled, eager, x = compiled_and_eager(channels=64)
-    exact = gradients(eager, x)
-    error = furthest(gradients(eager, x, torch.bfloat16), exact)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = gradients(compiled, x, torch.bfloat16)
-    assert furthest(found, exact) < 1.5 * error
+        error = error_in_16_bits(compiled, eager, x)
+    assert error < 2 * error_in_16_bits(eager, eager, x)
     ran = [event.key for event in profile.key_averages() if "_gradient_of_tiles" in event.key]
     assert ran, "the kernel ran"
 
