@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradus.models.layers import GeluMLP
-from gradus.training import cheap_functions, compilation
-from gradus.training.cheap_functions import CheapFunctions, erf, exp_of_product, tanh, with_cheap_functions
+from gradus.training import compilation
+from gradus.training.cheap_functions import erf, exp_of_product, tanh, use_cheap_functions
+from gradus.training.graph_passes import GraphPasses
 
 aten = torch.ops.aten
-SLOT = "post_grad_custom_pre_pass"
 EXACT = {"none": aten.erf.default, "tanh": aten.tanh.default}  # what either GELU is made of
 DENSE = torch.linspace(-12, 12, 4_000_001, dtype=torch.float64).float()
 EXTREME = torch.tensor([0.0, 1e-30, 1e-6, 25.0, 100.0, 1e10, 3e38, float("inf")])
@@ -100,7 +95,7 @@ def test_gelu_of_16_bit_numbers_has_no_costly_function_left(
 ) -> None:
     graph = gelu_graph(dtype, approximate, backward=backward)
     assert EXACT[approximate] in operators(graph)
-    CheapFunctions()(graph)
+    use_cheap_functions(graph)
     graph.lint()
     assert aten.exp2.default in operators(graph)
     assert not operators(graph) & {aten.erf.default, aten.tanh.default, aten.exp.default}
@@ -113,13 +108,13 @@ def test_gelu_of_16_bit_numbers_has_no_costly_function_left(
 def test_gelu_of_wider_numbers_is_left_alone(dtype: torch.dtype, approximate: str, backward: bool) -> None:
     graph = gelu_graph(dtype, approximate, backward=backward)
     before = str(graph)
-    CheapFunctions()(graph)
+    use_cheap_functions(graph)
     assert str(graph) == before
 
 
 def test_what_is_added_is_described_as_what_it_returns() -> None:
     graph = gelu_graph(torch.bfloat16, "none", backward=True)
-    CheapFunctions()(graph)
+    use_cheap_functions(graph)
     values = [node.meta["val"] for node in graph.nodes if node.op == "call_function"]
     assert {tuple(value.shape) for value in values} == {(3, 5)}
     storages = [value.untyped_storage()._cdata for value in values]
@@ -128,7 +123,7 @@ def test_what_is_added_is_described_as_what_it_returns() -> None:
 
 def after_the_pass(run: Callable[..., Tensor], *inputs: Tensor) -> set[Any]:
     graph = make_fx(run, select_decomp_table(), tracing_mode="fake")(*inputs).graph
-    CheapFunctions()(graph)
+    use_cheap_functions(graph)
     return operators(graph)
 
 
@@ -166,50 +161,6 @@ def test_a_softmax_keeps_its_exp() -> None:
     )
 
 
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("a_copy", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_code_that_was_compiled_with_other_formulas_is_not_used(tmp_path: Path) -> None:
-    source = Path(cheap_functions.__file__).read_text()
-    (tmp_path / "same.py").write_text(source)
-    (tmp_path / "other.py").write_text(source.replace("-1.62790859", "-1.62790860"))
-    assert loaded(tmp_path / "same.py").CheapFunctions().uuid() == CheapFunctions().uuid()
-    assert loaded(tmp_path / "other.py").CheapFunctions().uuid() != CheapFunctions().uuid()
-
-
-def test_the_compiler_keeps_code_that_this_pass_has_changed() -> None:
-    assert isinstance(with_cheap_functions()["options"][SLOT], CustomGraphPass)
-
-
-def test_options_are_equal_so_that_blocks_share_code() -> None:
-    assert with_cheap_functions() == with_cheap_functions()
-
-
-def test_other_ways_to_compile_stay_as_they_are() -> None:
-    how = with_cheap_functions(dynamic=False, mode="max-autotune-no-cudagraphs")
-    assert how.keys() == {"dynamic", "options"}
-    assert how["dynamic"] is False
-    assert how["options"].items() >= {"max_autotune": True, **with_cheap_functions()["options"]}.items()
-    torch.compile(nn.Linear(2, 2), **how)  # which refuses a mode beside options
-    assert with_cheap_functions(options={"max_autotune": True})["options"].keys() == {SLOT, "max_autotune"}
-
-
-def test_a_pass_that_somebody_has_for_all_code_is_not_replaced() -> None:
-    with torch._inductor.config.patch({SLOT: lambda graph: None}):
-        assert with_cheap_functions(dynamic=False) == {"dynamic": False}
-
-
-def test_a_compiler_without_such_passes_compiles_without_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch._inductor.custom_graph_pass", None)
-    assert with_cheap_functions(dynamic=False) == {"dynamic": False}
-
-
 class TwoKinds(nn.Module):
     """A model with both GELUs: two blocks, each of which is compiled by itself."""
 
@@ -226,13 +177,13 @@ class TwoKinds(nn.Module):
 def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[set[Any]]]:
     """The operators of each graph that is compiled during a test, after this pass."""
     seen: list[set[Any]] = []
-    original = CheapFunctions.__call__
+    original = GraphPasses.__call__
 
-    def looking(self: CheapFunctions, graph: fx.Graph) -> None:
+    def looking(self: GraphPasses, graph: fx.Graph) -> None:
         original(self, graph)
         seen.append(operators(graph))
 
-    monkeypatch.setattr(CheapFunctions, "__call__", looking)
+    monkeypatch.setattr(GraphPasses, "__call__", looking)
     torch._dynamo.reset()
     with fresh_cache():
         yield seen

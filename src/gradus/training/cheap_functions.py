@@ -8,10 +8,8 @@ half the length; those of models in 32 bits are left as they are.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,56 +58,19 @@ def exp_of_product(do: Do, x: Any, factor: float) -> Any:
     return do(aten.exp2.default, do(aten.mul.Tensor, x, factor / math.log(2.0)))
 
 
-class CheapFunctions:
-    """A pass over a graph for torch's compiler, which asks for its `uuid` so as to know code that it has compiled."""
-
-    def __init__(self) -> None:
-        self._uuid = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
-    def uuid(self) -> str:
-        return self._uuid
-
-    def __call__(self, graph: fx.Graph) -> None:
-        narrow: set[fx.Node] = set()  # what is made of nothing but 16-bit numbers, whatever it is kept in
-        for node in list(graph.nodes):
-            if not _is_narrow(node, narrow):
-                continue
-            narrow.add(node)
-            if node.op != "call_function" or node.meta["val"].dtype != torch.float32:
-                continue
-            with graph.inserting_before(node):
-                cheap = _cheap(node, functools.partial(_insert, graph, node))
-            if cheap is not None:
-                narrow.add(cheap)
-                _replace(node, cheap)
-
-
-def with_cheap_functions(**how: Any) -> dict[str, Any]:
-    """`how`, for torch.compile, with this pass for what is compiled by this call, and for nothing else.
-
-    Left as it is where the compiler has no such passes, or a pass of somebody else for all that is compiled.
-    """
-    try:
-        # As late as this: it takes seconds to import, and is imported by torch.compile.
-        from torch._inductor import config, list_mode_options
-        from torch._inductor.custom_graph_pass import CustomGraphPass
-
-        taken = config.post_grad_custom_pre_pass is not None
-    except (ImportError, AttributeError):
-        return how
-    if taken:
-        return how
-    CustomGraphPass.register(CheapFunctions)
-    options = how.pop("options", None) or {}
-    mode = how.pop("mode", None)  # torch.compile takes either
-    chosen = list_mode_options(mode, how.get("dynamic")) if mode else {}
-    return {**how, "options": {"post_grad_custom_pre_pass": _the_pass(), **chosen, **options}}
-
-
-@functools.cache
-def _the_pass() -> CheapFunctions:
-    """One for all: blocks share code only if they are compiled with options that are equal."""
-    return CheapFunctions()
+def use_cheap_functions(graph: fx.Graph) -> None:
+    narrow: set[fx.Node] = set()  # what is made of nothing but 16-bit numbers, whatever it is kept in
+    for node in list(graph.nodes):
+        if not _is_narrow(node, narrow):
+            continue
+        narrow.add(node)
+        if node.op != "call_function" or node.meta["val"].dtype != torch.float32:
+            continue
+        with graph.inserting_before(node):
+            cheap = _cheap(node, functools.partial(_insert, graph, node))
+        if cheap is not None:
+            narrow.add(cheap)
+            _replace(node, cheap)
 
 
 def _is_narrow(node: fx.Node, narrow: set[fx.Node]) -> bool:

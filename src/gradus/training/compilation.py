@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gradus.parallel.blocks import parameter_count, repeated_blocks
-from gradus.training.cheap_functions import with_cheap_functions
 from gradus.training.chunked_loss import ChunkedLoss, OutputLayer, PartOfLoss
+from gradus.training.graph_passes import with_graph_passes
 
 MINIMUM_SHARE = (
     0.5  # of the parameters: with less in blocks that look alike, there is more to gain from the whole graph
@@ -29,7 +29,7 @@ def compile_model(model: nn.Module) -> None:
     parts = parts_to_compile(model)
     set_apart(model)
     for part in parts:
-        part.compile(**with_cheap_functions())
+        part.compile(**with_graph_passes())
 
 
 def set_apart(model: nn.Module, **how: Any) -> None:
@@ -38,7 +38,7 @@ def set_apart(model: nn.Module, **how: Any) -> None:
         if getattr(module, "eager", False):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
         if isinstance(module, PartOfLoss):
-            module.compile(**with_cheap_functions(dynamic=False, **how))
+            module.compile(**with_graph_passes(dynamic=False, **how))
 
 
 def parts_to_compile(model: nn.Module) -> list[nn.Module]:
