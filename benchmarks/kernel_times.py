@@ -12,9 +12,9 @@ MEMORY_BOUND = "memory-bound"
 # The first kind of which a word is in a kernel's name; what has none of them moves numbers and hardly computes.
 WORDS = {
     "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "cudnn::fusion"),
-    "convolutions": ("conv", "fprop", "dgrad", "wgrad"),
+    "convolutions": ("convol", "fprop", "dgrad", "wgrad"),
     "matrix products": ("gemm", "nvjet", "cutlass", "xmma", "triton_tem", "matmul"),
-    "optimizer": ("adam", "multi_tensor", "lpnorm", "_update"),
+    "optimizer": ("adam", "multi_tensor", "lpnorm", "_update", "_squares"),
     "copies": ("memcpy", "memset"),
 }
 

@@ -225,9 +225,8 @@ class GradusLoop(Contestant):
         assert data is not None
         kept = ("name", "steps", "log_every", "seed", "batch", "optimizer", "plan")
         self.run = gradus.Run.start({name: document[name] for name in kept}, runs=folder)
-        live = self.run._live
-        self.note, self.shows_peak = _noted(live.plan), not live.plan.cuda_graph
         self.model, _ = self.run.prepare(MeanLoss(recipe))
+        self.note = _noted(self.run._live.plan)
         self.batches = self.run.batches(data.dataset)
         self.directory = RunDirectory(self.run.directory)
 

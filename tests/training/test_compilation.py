@@ -29,8 +29,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
         compiled.append(graph)
         return graph.forward
 
-    original = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module, options: original(module, backend=counting))
+    original = torch.compile  # which modules call as well
+    monkeypatch.setattr(torch, "compile", lambda function, options: original(function, backend=counting))
     torch._dynamo.reset()
     yield compiled
     torch._dynamo.reset()
@@ -100,6 +100,39 @@ def test_one_graph_serves_all_layers(graphs: list[torch.fx.GraphModule], options
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         assert (gradient - expected[name]).abs().max().item() < 1e-12, name
+
+
+class Encoder(nn.Module):
+    """Of torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.layers(x))
+        return y
+
+
+def of_sequences() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
+
+
+@pytest.mark.parametrize("make", [Encoder, of_sequences, lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU())])
+def test_modules_of_torchs_own_are_compiled_too_and_share_graphs(
+    graphs: list[torch.fx.GraphModule], make: Callable[[], nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    plain, x = copy.deepcopy(model), torch.randn(2, 8, 16)
+    compile_model(model)
+    torch.testing.assert_close(model(x), plain(x))
+    assert len(graphs) in (1, 2), "what the first of them is given wants no gradient, what others are given does"
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model(x)
+    assert len(graphs) in (1, 2)
 
 
 def test_further_steps_compile_nothing(graphs: list[torch.fx.GraphModule]) -> None:

@@ -7,6 +7,8 @@ depth. A model without such blocks is compiled whole.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -29,7 +31,32 @@ def compile_model(model: nn.Module) -> None:
     parts = parts_to_compile(model)
     set_apart(model)
     for part in parts:
-        part.compile(**with_graph_passes())
+        compile_part(part, **with_graph_passes())
+
+
+def compile_part(part: nn.Module, **how: Any) -> None:
+    """As `part.compile`, also for modules of torch's own, such as nn.Sequential; `how` is for torch.compile.
+
+    The compiler does not look into torch's own files, unless it comes from elsewhere: for such modules that method does
+    nothing, without a word.
+    """
+    if not type(part).forward.__module__.startswith("torch.nn."):
+        part.compile(**how)
+    elif any(True for _ in part.children()):  # a single layer is one kernel anyway
+        part._compiled_call_impl = torch.compile(_called_from_here(part), **how)
+
+
+def _called_from_here(part: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return part._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # Versions of compiled code are counted by function, and there can be only so many of each.
+    kind = type(part).__qualname__
+    call.__code__ = _code_of.setdefault(kind, call.__code__.replace(co_name=f"call_{kind}"))
+    return call
+
+
+_code_of: dict[str, CodeType] = {}
 
 
 def set_apart(model: nn.Module, **how: Any) -> None:

@@ -55,10 +55,11 @@ def _convert(  # type: ignore[no-untyped-def]
         factor = tl.load(scale)
     else:
         numbers = tl.arange(0, PARTS)
-        factor = tl.maximum(tl.max(tl.load(found + numbers, mask=numbers < parts, other=0.0), 0), LEAST) / LARGEST
+        largest = tl.maximum(tl.max(tl.load(found + numbers, mask=numbers < parts, other=0.0), 0), LEAST)
+        factor = tl.div_rn(largest, LARGEST)  # the usual division is off by a digit now and then
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale, factor)
-    inverse = 1.0 / factor
+    inverse = tl.div_rn(1.0, factor)
     # Neighbours in the first direction of the grid are neighbours in a row, and run at the same time.
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
