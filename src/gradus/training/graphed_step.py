@@ -110,6 +110,7 @@ class GraphedStep(TrainingStep):
         """Nothing of this is computed: the step itself is the first launch."""
         kept = micro._replace(inputs=mapped(micro.inputs, torch.clone))
         own, self.own = self.own, None  # whose events would be recorded, too
+        self.is_recording = True
         try:
             self._recording = self._recorded(kept, step, shape)
         except (RuntimeError, AssertionError) as error:  # of torch, for what cannot be recorded
@@ -118,7 +119,7 @@ class GraphedStep(TrainingStep):
             if self.tell is not None:
                 self.tell(f"the step cannot be launched as graphs, and is launched as ever: {first_line(error)}")
         finally:
-            self.own = own
+            self.own, self.is_recording = own, False
 
     def _recorded(self, micro: MicroBatch, step: int, shape: object) -> _Recording:
         graphs = [torch.cuda.CUDAGraph() for _ in range(3)]

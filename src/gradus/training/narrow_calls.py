@@ -42,7 +42,7 @@ def call_with_narrow_weights(model: nn.Module, step: TrainingStep, tell: Callabl
                 try:
                     answer = inside(*positional, **named)
                 except REFUSALS as error:
-                    if is_out_of_memory(error) or _recording():
+                    if is_out_of_memory(error) or step.is_recording:
                         raise
                     refusal = f"{type(error).__name__}: {first_line(error)}"  # not itself: it holds the activations
                 else:
@@ -84,7 +84,3 @@ class _Before:
             generator.set_state(state)
         for buffer, value in self._buffers:
             buffer.copy_(value)
-
-
-def _recording() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

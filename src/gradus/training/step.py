@@ -33,6 +33,8 @@ from gradus.training.readback import PendingNumbers, Readback, Summing
 class TrainingStep:
     """Everything that a step needs and that stays the same from step to step."""
 
+    is_recording = False  # as graphs (graphed_step.py): nothing that is computed now is a step
+
     def __init__(
         self,
         model: nn.Module,
