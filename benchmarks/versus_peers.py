@@ -319,6 +319,7 @@ def asked_for(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="A folder for the results, written after each work.")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="After these, no work is begun.")
     parser.add_argument("--steps", type=int, help="Of a segment, in place of each work's own.")
+    parser.add_argument("--batch", type=int, help="Samples of a step, in place of each work's own.")
     parser.add_argument("--rounds", type=int, help="Segments of each contestant: 5, or 2 with --small.")
     parser.add_argument("--losses", type=int, metavar="STEPS", help="Compare loss curves on real text; only GPTs.")
     parser.add_argument("--plan", nargs="+", metavar="KEY=VALUE", help="What gradus's user writes into its plan.")
@@ -338,6 +339,8 @@ def chosen_works(asked: argparse.Namespace, folder: Path) -> list[Work]:
     ]
     if asked.losses:
         found = [work for work in found if work.recipe["model"]["use"].startswith("gpt") and work.measures == "rate"]
+    if asked.batch:
+        found = [replace(work, recipe={**work.recipe, "batch": asked.batch}) for work in found]
     if asked.plan:
         keys = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in asked.plan)}
         found = [
