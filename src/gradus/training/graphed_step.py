@@ -110,12 +110,12 @@ class GraphedStep(TrainingStep):
         """Nothing of this is computed: the step itself is the first launch."""
         kept = micro._replace(inputs=mapped(micro.inputs, torch.clone))
         own, self.own = self.own, None  # whose events would be recorded, too
-        self.is_recording = True
+        self.is_recording, stream = True, torch.cuda.current_stream(self._world.device)
         try:
             self._recording = self._recorded(kept, step, shape)
         except (RuntimeError, AssertionError) as error:  # of torch, for what cannot be recorded
             self._refused = True
-            self._forget_step()
+            self._forget_step(stream)
             if self.tell is not None:
                 self.tell(f"the step cannot be launched as graphs, and is launched as ever: {first_line(error)}")
         finally:
@@ -157,10 +157,16 @@ class GraphedStep(TrainingStep):
         if not torch.cuda.is_current_stream_capturing():  # whether it is needed differs from step to step
             super()._refresh_narrow(first=first)
 
-    def _forget_step(self) -> None:
-        """After a recording that failed, with which torch leaves its allocator: all that is freed would stay kept."""
+    def _forget_step(self, stream: torch.cuda.Stream) -> None:
+        """After a recording that failed, of which torch leaves things as they were in it: its stream, random numbers
+        that may not be drawn outside of it, and an allocator that keeps all that is freed. `stream` was there before.
+        """
+        device = self._world.device
+        torch.cuda.set_stream(stream)
+        with contextlib.suppress(AttributeError, RuntimeError):  # seeds are set for each micro-batch anyway
+            torch.cuda.default_generators[device.index or 0].graphsafe_set_state(torch.Generator(device))
         with contextlib.suppress(AttributeError, RuntimeError):  # unless the recording came to its end
-            torch._C._cuda_endAllocateToPool(self._world.device.index or 0, self._pool)
+            torch._C._cuda_endAllocateToPool(device.index or 0, self._pool)
         self._losses, self._counts = [], []
         self.abandon()
         self._clear_gradients()
