@@ -135,6 +135,47 @@ def test_modules_of_torchs_own_are_compiled_too_and_share_graphs(
     assert len(graphs) in (1, 2)
 
 
+class Subclass(nn.Sequential):
+    """With torch's own forward."""
+
+
+def test_whose_code_a_part_runs_decides_how_it_is_compiled(graphs: list[torch.fx.GraphModule]) -> None:
+    x = torch.randn(2, 16)
+    layers = nn.Linear(16, 16), nn.GELU()
+    ours = Subclass(*layers)
+    compile_model(ours)
+    ours(x)
+    assert len(graphs) == 1
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layers(x)
+            return y
+
+    traced = torch.fx.symbolic_trace(Model())
+    compile_model(traced)
+    torch.testing.assert_close(traced(x), ours(x))
+
+
+def test_a_model_that_its_user_compiled_keeps_that() -> None:
+    theirs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        theirs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = torch.compile(nn.Sequential(nn.Linear(16, 16), nn.GELU()), backend=backend)
+    compile_model(model)
+    model(torch.randn(2, 16))
+    assert len(theirs) == 1
+    torch._dynamo.reset()
+
+
 def test_further_steps_compile_nothing(graphs: list[torch.fx.GraphModule]) -> None:
     model = catalogue.build("gpt", SMALL["gpt"])
     compile_model(model)

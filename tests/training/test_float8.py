@@ -21,7 +21,7 @@ from gradus.record.metrics import read_metrics
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Plan
 from gradus.training import float8, live_run
-from gradus.training.float8 import Float8Linear, apply_float8, check_float8, choose_layers
+from gradus.training.float8 import Float8Layers, Float8Linear, apply_float8, check_float8, choose_layers
 from gradus.training.float8_matmul import E4M3, E5M2, Scaling, _swizzled, multiple_needed, product, rectangle_of, scaled
 from gradus.training.loop import train
 from gradus.training.precision import numbers_for
@@ -333,7 +333,9 @@ def test_small_products_are_doubted_with_the_numbers() -> None:
     assert "above 1,000; here it is" in doubt
     assert large.doubts(tokens=16384, compiled=True) == []
     assert len(large.doubts(tokens=512, compiled=True)) == 1
-    assert "plan.compile" in large.doubts(tokens=16384, compiled=False)[0]
+    assert large.doubts(tokens=16384, compiled=False) == [], "one scale has kernels of its own"
+    rows = Float8Layers("row", large.chosen)
+    assert "plan.compile" in rows.doubts(tokens=16384, compiled=False)[0]
 
 
 def test_a_run_says_what_is_in_fp8_and_warns_of_small_products(
@@ -342,12 +344,12 @@ def test_a_run_says_what_is_in_fp8_and_warns_of_small_products(
     """On a CPU for once, where fp8 is refused: the formats are those of bf16."""
     monkeypatch.setattr(live_run, "numbers_for", lambda precision, device: numbers_for("bf16", device))
     recipe = recipe_for("gpt", model={"use": "gpt", **narrow}, batch=4, steps=3)
-    plan = Plan(precision="fp8", micro_batch=4, recompute="full")
+    plan = Plan(precision="fp8", fp8_scaling="row", micro_batch=4, recompute="full")
     live = live_run.LiveRun.from_recipe(recipe, plan, run, 1, alone(CPU))
     assert train(live).state == "finished"
     live.recorder.close(state="finished")
     said = {kind: [e["message"] for e in read_events(run) if e["event"] == kind] for kind in ("precision", "warning")}
-    assert said["precision"][0].startswith("fp8 (tensor scaling): 8 of 9 Linear layers; in bf16, tied to another layer")
+    assert said["precision"][0].startswith("fp8 (row scaling): 8 of 9 Linear layers; in bf16, tied to another layer")
     assert "128 × 384" in said["warning"][0]
     assert "128 tokens at a time" in said["warning"][0]
     assert "plan.compile" in said["warning"][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import user_code
 from own_loops import own_recipe, started
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from gradus.parallel.world import alone
@@ -150,6 +152,60 @@ def test_a_parameter_with_a_hook_upon_its_gradient_keeps_it(tmp_path):
     }
     assert not moments["first"].any()
     assert moments["last"].any()
+
+
+def test_parameters_that_are_given_for_a_call_are_those_that_it_computes_with(tmp_path):
+    """As `functional_call` gives them, for one call, and a script that replaces one, for all that come."""
+    found = []
+
+    def body(model: nn.Module, batch: Any) -> Tensor:
+        zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+        found.append(float(functional_call(model, zeros, (batch[0],)).abs().max()))
+        found.append(float(model(batch[0]).abs().max()))
+        model.last.bias = nn.Parameter(torch.full((1,), 50.0))
+        found.append(float(model(batch[0]).min()))
+        return loss_of(model, batch)
+
+    looped(tmp_path, Net(), body, steps=1)
+    assert found[0] == 0.0
+    assert found[1] > 0.0
+    assert found[2] > 40.0
+
+
+def test_a_parameter_that_is_frozen_or_set_free_on_the_way_is(tmp_path):
+    model = Net()
+    model.last.requires_grad_(False)
+    weights: list[tuple[Tensor, Tensor]] = []
+
+    def body(prepared: nn.Module, batch: Any) -> Tensor:
+        if len(weights) == 2:
+            prepared.first.weight.requires_grad_(False)
+            prepared.last.weight.requires_grad_(True)
+        weights.append((prepared.first.weight.detach().clone(), prepared.last.weight.detach().clone()))
+        return loss_of(prepared, batch)
+
+    # Without weight decay, which moves what was moved before: torch's optimizer looks for a gradient alone.
+    looped(tmp_path, model, body, adjust=lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.0))
+    weights.append((model.first.weight.detach(), model.last.weight.detach()))
+    moved = [[not torch.equal(a, b) for a, b in zip(*pair, strict=True)] for pair in pairwise(weights)]
+    assert moved == [[True, False], [True, False], [False, True], [False, True]]
+
+
+def test_after_a_backward_that_failed_the_model_has_its_own_parameters(tmp_path):
+    model = Net()
+
+    def body(prepared: nn.Module, batch: Any) -> Tensor:
+        loss = loss_of(prepared, batch)
+        loss.register_hook(fails)
+        return loss
+
+    with pytest.raises(RuntimeError, match="in backward"):
+        looped(tmp_path, model, body)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def fails(_: Tensor) -> None:
+    raise RuntimeError("in backward")
 
 
 def test_what_backward_computes_again_has_narrow_weights_too(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 pytest.importorskip("triton")
 
@@ -202,6 +203,16 @@ def test_hooks_upon_its_steps_are_called_and_find_gradients() -> None:
     assert len(norms) == 2
     for weight, narrow in pair.narrow.items():
         assert torch.equal(narrow, weight.bfloat16())
+
+
+def test_hooks_upon_the_steps_of_all_optimizers_are_called_too() -> None:
+    pair, called = Pair(torch.bfloat16), []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: called.append(optimizer))
+    try:
+        pair.step()
+    finally:
+        hook.remove()
+    assert called == [pair.torchs, pair.one_pass]
 
 
 class Own(torch.optim.AdamW):

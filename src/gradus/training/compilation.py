@@ -40,10 +40,16 @@ def compile_part(part: nn.Module, **how: Any) -> None:
     The compiler does not look into torch's own files, unless it comes from elsewhere: for such modules that method does
     nothing, without a word.
     """
-    if not type(part).forward.__module__.startswith("torch.nn."):
+    if not _computes_as_torchs_own(part):
         part.compile(**how)
     elif any(True for _ in part.children()):  # a single layer is one kernel anyway
         part._compiled_call_impl = torch.compile(_called_from_here(part), **how)
+
+
+def _computes_as_torchs_own(part: nn.Module) -> bool:
+    """Whether its `forward` is that of a module of torch's own; a subclass may have it as well."""
+    owner = next(kind for kind in type(part).__mro__ if "forward" in vars(kind))
+    return owner is not nn.Module and owner.__module__.startswith("torch.nn.")  # nn.Module's: compiled by its user
 
 
 def _called_from_here(part: nn.Module) -> Callable[..., Any]:

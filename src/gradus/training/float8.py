@@ -27,7 +27,8 @@ from gradus.training.float8_matmul import E4M3, Float8Product, multiple_needed, 
 
 # An estimate: what is saved grows with tokens × inputs × outputs, what scaling costs with the sizes of the three
 # matrices. On an H200 (709 TFLOP/s in bf16, 1,112 in e4m3, about 12 bytes moved for each value) the two meet where
-# 1 / (1/tokens + 1/inputs + 1/outputs) is about 1,000: with many tokens, at 2,048 × 2,048.
+# 1 / (1/tokens + 1/inputs + 1/outputs) is about 1,000: with many tokens, at 2,048 × 2,048. The kernels for one scale
+# (float8_kernel.py) move half as many bytes; from where on it pays with them was not measured.
 BREAK_EVEN = 1000
 LEAST_WIDTH = 256  # narrower layers (routers, small heads) are never worth it
 NAMES_SHOWN = 5
@@ -89,7 +90,7 @@ class Float8Layers:
                 f"operands takes longer than 8 bits save. By an estimate it pays where 1 / (1/tokens + 1/inputs + "
                 f"1/outputs) is above {BREAK_EVEN:,}; here it is {multiplied / moved:,.0f}"
             )
-        if not compiled:
+        if not compiled and self.scaling != "tensor":  # which has kernels of its own
             doubts.append(
                 "fp8 without plan.compile is likely to be slower than bf16: each scaling is several passes over memory"
             )

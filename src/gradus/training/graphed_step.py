@@ -113,7 +113,7 @@ class GraphedStep(TrainingStep):
         self.is_recording, stream = True, torch.cuda.current_stream(self._world.device)
         try:
             self._recording = self._recorded(kept, step, shape)
-        except (RuntimeError, AssertionError) as error:  # of torch, for what cannot be recorded
+        except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # for what cannot be recorded
             self._refused = True
             self._forget_step(stream)
             if self.tell is not None:

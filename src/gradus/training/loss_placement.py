@@ -105,7 +105,8 @@ class _OfHead:
     loss: ChunkedLoss
 
     def __call__(self, layer: nn.Linear, x: Tensor, targets: Tensor, training: bool) -> LossOutput:
-        if not training:  # how many are predicted right is counted from all logits
+        # How many are predicted right is counted from all logits; what is no plain layer multiplies by itself.
+        if not training or type(layer) is not nn.Linear:
             return layer_and_loss(layer, x, targets, training)
         found: LossOutput = self.loss(layer, x, targets)
         return found

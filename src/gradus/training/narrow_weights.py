@@ -100,11 +100,13 @@ class NarrowWeights:
             copy.seen = _values(copy.of)
 
     def put_in(self) -> None:
-        """A parameter whose gradient somebody waits for or changes, by a hook, stays: a copy's gradient is not its."""
+        """Where the model has its parameters: what a script has put there since, as `functional_call` does for a call,
+        stays. So does one whose gradient somebody waits for or changes, by a hook: a copy's gradient is not its."""
         if self.are_in:
             return
         for module, name, copy in self._places:
-            if not _is_hooked(copy.of):
+            if module._parameters.get(name) is copy.of and not _is_hooked(copy.of):
+                copy.narrow.requires_grad_(copy.of.requires_grad)  # which a script may freeze, or no longer
                 module._parameters[name] = copy.narrow
         self.are_in = True
 
@@ -112,7 +114,8 @@ class NarrowWeights:
         if not self.are_in:
             return
         for module, name, copy in self._places:
-            module._parameters[name] = copy.of
+            if module._parameters.get(name) is copy.narrow:
+                module._parameters[name] = copy.of
         self.are_in = False
 
     def copies(self) -> dict[Tensor, Tensor]:

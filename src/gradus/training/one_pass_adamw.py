@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -187,6 +188,7 @@ def _squares(  # type: ignore[no-untyped-def]
     tl.store(sums + part, tl.sum(total, 0))
 
 
+_torchs = import_module("torch.optim.optimizer")  # a name that torch takes away from torch.optim
 _NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -251,7 +253,7 @@ class OnePassAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def update(self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor], factor: Tensor) -> None:
         """Apply `gradients`, each times `factor`, and round the new weights into those that are `narrow`."""
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+        if self._has_hooks:
             self._step_with_hooks(gradients, narrow, factor)
             return
         self._opt_called = True  # a scheduler of torch's asks for it
@@ -336,6 +338,11 @@ class OnePassAdamW(torch.optim.AdamW):
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
+
+    @property
+    def _has_hooks(self) -> bool:
+        of_all = (getattr(_torchs, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post"))
+        return any((self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *of_all))
 
     def _step_with_hooks(
         self, gradients: Mapping[Tensor, Tensor], narrow: Mapping[Tensor, Tensor], factor: Tensor

@@ -202,10 +202,13 @@ class TrainingStep:
             scaled = scaled * self.loss_scale.scale
         if self._narrow is not None and self.has_narrow_weights:
             self._narrow.put_in()
-        with self._reducing, self.own.backward() if self.own is not None else nullcontext():
-            scaled.backward()  # type: ignore[no-untyped-call]
+        try:
+            with self._reducing, self.own.backward() if self.own is not None else nullcontext():
+                scaled.backward()  # type: ignore[no-untyped-call]
+        finally:  # a script that goes on after a failure finds its own parameters
+            if self._narrow is not None:
+                self._narrow.take_out()
         if self._narrow is not None:
-            self._narrow.take_out()
             if self._one_pass is None:
                 self._narrow.hand_over_gradients()
             if self._narrow_refused:
