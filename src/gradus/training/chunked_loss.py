@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
 from gradus.parallel.support import LOSS_KERNEL_CAPABILITY
 from gradus.schema.errors import InputError
+from gradus.training.device import has_triton
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of logits; fp64 keeps its digits
 # Rows of the output matrix, in 16 bits: of an odd number of columns, the rows of logits begin anywhere, and then
@@ -150,7 +150,7 @@ def work_of(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ker
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    if device.type != "cuda" or find_spec("triton") is None:
+    if device.type != "cuda" or not has_triton():
         return False
     return torch.cuda.get_device_capability(device) >= LOSS_KERNEL_CAPABILITY
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -43,6 +45,12 @@ def gpu_of(local_rank: int, gpus: int, ranks_per_gpu: int) -> int:
         shared = f" for {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""
         raise InputError(f"--nproc: rank {local_rank} has no GPU; this node has {gpus}{shared}", field="--nproc")
     return number
+
+
+@cache
+def has_triton() -> bool:
+    """Which our own kernels are written in. Not every torch comes with it."""
+    return find_spec("triton") is not None
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:

@@ -17,7 +17,6 @@ exponents and fewer digits. Scales are of the present values (current scaling); 
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradus.schema.plan import Scaling
+from gradus.training.device import has_triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK, MX_BLOCK = 128, 32
@@ -181,7 +181,7 @@ torch.library.register_fake("gradus::turned_float8", _turned_without_values, lib
 @cache
 def _has_kernel(device: torch.device) -> bool:
     """Elsewhere, tensors without values among them, it is what torch's own operators make of it."""
-    return device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+    return device.type == "cuda" and torch.version.hip is None and has_triton()
 
 
 class Float8Product(torch.autograd.Function):

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._triton import has_triton_package
 
 from gradus.parallel.pipeline import StagesHere
 from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import InputError
 from gradus.schema.patterns import matching
 from gradus.schema.recipe import OptimizerBlock
+from gradus.training.device import has_triton
 from gradus.training.layerwise import Lamb, Lars
 
 LR_FACTOR = "lr_factor"  # in a parameter group: what the schedule's learning rate is multiplied with
@@ -27,7 +27,7 @@ def build_optimizer(model: nn.Module, block: OptimizerBlock, *, narrow_weights: 
     groups = parameter_groups(model, block)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in block.options.items()}
     try:
-        if narrow_weights and block.use == "adamw" and has_triton_package():
+        if narrow_weights and block.use == "adamw" and has_triton():
             from gradus.training.one_pass_adamw import OnePassAdamW  # which needs Triton
 
             return OnePassAdamW(groups, lr=block.lr, **options)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils._triton import has_triton_package
 
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import OWN, OptimizerBlock, Recipe
+from gradus.training.device import has_triton
 from gradus.training.narrow_weights import is_dense
 from gradus.training.optimizers import LR_FACTOR
 
@@ -71,7 +71,7 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
 
 def let_update_in_one_pass(optimizer: torch.optim.Optimizer) -> None:
     """Let torch's own AdamW, in place, write narrow weights as well, as the recipe's does. Others stay as they are."""
-    if _is_plain_adamw(optimizer) and has_triton_package():
+    if _is_plain_adamw(optimizer) and has_triton():
         from gradus.training.one_pass_adamw import OnePassAdamW  # which needs Triton
 
         OnePassAdamW.take_over(optimizer)
