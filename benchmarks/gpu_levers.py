@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradus.models import catalogue
-from gradus.training.compilation import parts_to_compile, set_apart
+from gradus.training.compilation import compile_part, parts_to_compile, set_apart
 from gradus.training.graph_passes import with_graph_passes
 from gradus.training.loss_placement import chunk_loss
 
@@ -214,7 +214,7 @@ class Training:
         if variant.compiled == "blocks":
             given: dict[str, Any] = {"dynamic": False, "options": dict(variant.options) or None}
             for part in parts_to_compile(self.model):
-                part.compile(**(with_graph_passes(**given) if variant.short else given))
+                compile_part(part, **(with_graph_passes(**given) if variant.short else given))
             set_apart(self.model)
             return self._whole
         how: dict[str, Any] = {"mode": variant.mode} if variant.mode else {}

@@ -24,7 +24,7 @@ from gradus.models.layers import widened
 from gradus.models.output import IGNORED, LossOutput, classification_loss
 from gradus.parallel.support import LOSS_KERNEL_CAPABILITY
 from gradus.schema.errors import InputError
-from gradus.training.device import has_triton
+from gradus.training.device import compute_capability, has_triton
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of logits; fp64 keeps its digits
 # Rows of the output matrix, in 16 bits: of an odd number of columns, the rows of logits begin anywhere, and then
@@ -150,9 +150,8 @@ def work_of(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ker
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    if device.type != "cuda" or not has_triton():
-        return False
-    return torch.cuda.get_device_capability(device) >= LOSS_KERNEL_CAPABILITY
+    capability = compute_capability(device)
+    return capability is not None and capability >= LOSS_KERNEL_CAPABILITY and has_triton()
 
 
 def padded(tensor: Tensor, multiple: int, dtype: torch.dtype) -> Tensor:
