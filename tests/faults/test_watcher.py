@@ -103,6 +103,7 @@ def test_a_closed_watch_holds_nothing_of_its_run(run):
     watch.close()
     gc.collect()
     assert kept() is None
+    watch.explain(ValueError("after it, as when a script ends"))
 
 
 def test_a_rank_that_lost_a_peer_leaves_the_word_to_the_one_whose_collective_timed_out(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ def losses(folder: Path, case: str, graph: bool, **changes: Any) -> tuple[list[f
     live = LiveRun.from_recipe(
         recipe, default_plan(recipe, detect_cluster(), 1).plan, run, 1, alone(torch.device("cuda", 0))
     )
+    # Which algorithm is the quickest, and the order of its sums, may be another each time.
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     ending = train(live)
     live.recorder.close(state=ending.state)
     assert ending.state == "finished"
@@ -98,7 +101,7 @@ def test_a_short_last_batch_is_computed_without_a_graph(tmp_path):
     plain, _ = losses(tmp_path, "simple-cnn", False, **changes)
     graphed, live = losses(tmp_path, "simple-cnn", True, **changes)
     assert recorded(live)
-    assert len(graphed) == 10
+    assert len(graphed) == 9  # of 106 samples: a tenth is for evaluation
     assert graphed == pytest.approx(plain, rel=2e-2)  # the last of which is that batch's
 
 
@@ -145,6 +148,7 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch, model: nn.Module, *, grap
     recipe["optimizer"] = {"use": "adamw", "lr": 0.05, "decay": "cosine"}
     run = Run.start({**recipe, "plan": {"cuda_graph": graph, "compile": False, "precision": "fp32"}})
     model, _ = run.prepare(model)
+    gc.collect()  # what other tests have left must not be freed in between
     held = []
     for _ in run.batches(Points()):
         run.step(lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1]))

@@ -149,7 +149,10 @@ def furthest(found: nn.Module, expected: nn.Module) -> float:
         ("gpt", {"tied": False, "frozen": True}),
     ],
 )
-def test_a_model_learns_the_same_with_the_kernel(use: str, settings: dict[str, Any]) -> None:
+def test_a_model_learns_the_same_with_the_kernel(
+    use: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # which runs in this process have allowed
     exact, parts, kernel = three_ways(use, **settings)
     for model in (exact, parts, kernel):
         output = model(*text())

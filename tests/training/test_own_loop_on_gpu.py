@@ -76,7 +76,7 @@ def test_the_plain_form_has_all_three_and_learns_the_same(tmp_path):
 
 def test_a_compiled_model_that_takes_no_narrow_weights_goes_on_without(tmp_path):
     run, losses = looped(tmp_path / "refusing", refusing=True)
-    assert run._live.step._narrow is None
+    assert not run._live.step.has_narrow_weights
     assert run._live.step._one_pass is None
     [told] = [event["message"] for event in read_events(run._place.run) if event["event"] == "warning"]
     assert "does not take weights in 16 bits" in told

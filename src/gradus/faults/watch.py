@@ -119,7 +119,9 @@ class Watch:
         Of the ranks that waited, the first to give up closes its connections, and the others lose a peer by that: they
         say nothing until it has had its time.
         """
-        if self._exchange is None or not (is_collective_timeout(error) or is_lost_peer(error)):
+        if not self._open or self._exchange is None:
+            return
+        if not (is_collective_timeout(error) or is_lost_peer(error)):
             return
         self.where.waiting_since = time.monotonic()  # so it did, until now
         if is_collective_timeout(error):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from gradus.training.graph_editing import insert
+
 aten, prims = torch.ops.aten, torch.ops.prims
 Do = Callable[..., Any]  # do(operator, *inputs): runs an operator, or writes it into a graph
 NARROW = (torch.bfloat16, torch.float16)
@@ -67,7 +69,7 @@ def use_cheap_functions(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.meta["val"].dtype != torch.float32:
             continue
         with graph.inserting_before(node):
-            cheap = _cheap(node, functools.partial(_insert, graph, node))
+            cheap = _cheap(node, functools.partial(insert, graph, node))
         if cheap is not None:
             narrow.add(cheap)
             _replace(node, cheap)
@@ -120,14 +122,6 @@ def _is_beside_one(node: fx.Node) -> bool:
 
 def _is(node: fx.Node, operator: Any, *inputs: Any) -> bool:
     return node.target is operator and node.args == inputs and not node.kwargs
-
-
-def _insert(graph: fx.Graph, instead_of: fx.Node, operator: Any, *inputs: Any) -> fx.Node:
-    node = graph.call_function(operator, inputs)
-    with torch.no_grad():
-        value = operator(*(of.meta["val"] if isinstance(of, fx.Node) else of for of in inputs))
-    node.meta = {**instead_of.meta, "val": value}  # with where it comes from, by which kernels are named
-    return node
 
 
 def _replace(node: fx.Node, cheap: fx.Node) -> None:

@@ -16,8 +16,9 @@ from torch import fx
 
 from gradus.training.cheap_functions import use_cheap_functions
 from gradus.training.max_pooling import use_max_pool_kernel
+from gradus.training.thin_convolution import use_thin_convolutions
 
-PASSES = (use_cheap_functions, use_max_pool_kernel)
+PASSES = (use_cheap_functions, use_max_pool_kernel, use_thin_convolutions)
 
 
 class GraphPasses:

@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from gradus.training.graph_editing import has_channels_last
+
 aten, prims = torch.ops.aten, torch.ops.prims
 DEVICES = ("cuda",)  # where code that is compiled is Triton's anyway
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -143,11 +145,5 @@ def _has_same_numbers(node: fx.Node, in_format: Callable[[Any], bool]) -> bool:
 
 
 def _has_channels_last(node: fx.Node, size: list[int]) -> bool:
-    """Whether it is of images of that size whose channels lie side by side, in memory that has nothing else."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() != 4 or list(value.shape[2:]) != size:
-        return False
-    channels, height, width = value.shape[1:]
-    if not all(isinstance(number, int) for number in (channels, height, width)):
-        return False
-    return value.stride() == (channels * height * width, 1, channels * width, channels)
+    """Whether it is of images of that size whose channels lie side by side."""
+    return has_channels_last(node) and list(node.meta["val"].shape[2:]) == size

@@ -54,6 +54,9 @@ WIDTH_STEP = 32  # to a multiple of which attention kernels pad a head
 # Convolutions of an image's three channels leave tensor cores empty: 24 to 33 TFLOP/s in any precision on an H200, of
 # its 67 in fp32.
 FEW_CHANNELS = 0.42
+# Compiled, they have kernels of our own (training/thin_convolution.py), for windows of so many numbers, with 146 of the
+# 989 TFLOP/s of an H200 in bf16.
+THIN_CONVOLUTION, MOST_NUMBERS = 0.15, 256
 CONVOLUTION_KERNELS = 2.0  # launches besides the one that computes, for padding, layouts and sums
 
 
@@ -350,6 +353,8 @@ def _convolution(operator: Operator, setting: Setting, share: float, moved: floa
         setting.device,
         backward=backward,
         channels_last=operator.channels_last,
+        # There is none for the gradient by the images, which is the second way.
+        has_own_kernel=setting.compiles(operator) and precision in ("bf16", "fp16") and ways == 1,
     )
     # Backward is two of them: for the input, and for the weights.
     return found * ways / share + _bias(operator, setting, groups * n * k, groups * m * n) / share
@@ -377,10 +382,12 @@ def convolution_seconds(
     *,
     backward: bool,
     channels_last: bool,
+    has_own_kernel: bool = False,
 ) -> float:
     """As the matrix product that it amounts to; `moved` are bytes of input, weights and output.
 
-    Tensor cores want channels last: otherwise inputs and outputs are turned around, before and after.
+    Tensor cores want channels last: otherwise inputs and outputs are turned around, before and after. `has_own_kernel`:
+    if it is of a few channels, and such that the kernels of our own can do it.
     """
     speeds = device.speeds
     floor = CONVOLUTION_KERNELS * speeds.kernel_seconds
@@ -392,7 +399,9 @@ def convolution_seconds(
         rate = device.peak_of("fp32") * shares.get(key, shares.get(precision, shares["fp32"]))
         return floor + max(flops / rate, moved / bandwidth)
     if k % 4:  # a few channels: three, mostly
-        return floor + max(flops / (device.peak_of("fp32") * FEW_CHANNELS), moved / bandwidth)
+        own = has_own_kernel and channels_last and groups == 1 and k <= MOST_NUMBERS
+        rate = device.peak_of(precision) * THIN_CONVOLUTION if own else device.peak_of("fp32") * FEW_CHANNELS
+        return floor + max(flops / rate, moved / bandwidth)
     shares = speeds.convolution_backward if backward else speeds.convolution
     share = shares.get(
         f"{precision} channels_last" if channels_last else precision, shares.get(precision, shares["bf16"])
