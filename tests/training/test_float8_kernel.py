@@ -56,8 +56,10 @@ def test_values_transposed_values_and_scale_are_those_of_torch(
     assert torch.equal(turned.view(torch.uint8), values.view(torch.uint8).t())
 
 
-def test_with_a_known_scale_only_what_is_wanted_is_written() -> None:
-    matrix, scale = drawn(64, 96), torch.full((1, 1), 0.02, device=DEVICE)
+@pytest.mark.parametrize("shape", [(64, 96), (256, 272)])
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
+def test_with_a_known_scale_only_what_is_wanted_is_written(shape: tuple[int, int], of: torch.dtype) -> None:
+    matrix, scale = drawn(*shape, dtype=of), torch.full((1, 1), 0.02, device=DEVICE)
     values, turned, same = to_float8(matrix, scale, E4M3, LEAST_AMAX, across=False, down=True)
     assert values.numel() == 0
     assert same is scale

@@ -93,23 +93,29 @@ def to_float8(
     if scale is None:
         scale = torch.empty((1, 1), dtype=torch.float32, device=device)
         _largest_of_parts[(parts,)](matrix, found, size, BLOCK=BLOCK, num_warps=WARPS)
-    _convert[(triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))](
-        matrix,
-        found,
-        scale,
-        values,
-        turned,
-        rows,
-        columns,
-        parts,
-        LARGEST=torch.finfo(dtype).max,
-        LEAST=least,
-        FORMAT=_FORMATS[dtype],
-        KNOWN=known,
-        ACROSS=across,
-        DOWN=down,
-        PARTS=triton.next_power_of_2(parts),
-        TILE=TILE,
-        num_warps=TILE_WARPS,
-    )
+    directions = [(across, down)]
+    if across and down and matrix.dtype.itemsize > 2:
+        # Of a tile that is converted from 32 bits and stored in both directions, ptxas 12 loses columns
+        # (github.com/triton-lang/triton/issues/11111), also if it is transposed first; of 16 bits it does not.
+        directions = [(True, False), (False, True)]
+    for in_rows, in_columns in directions:
+        _convert[(triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))](
+            matrix,
+            found,
+            scale,
+            values,
+            turned,
+            rows,
+            columns,
+            parts,
+            LARGEST=torch.finfo(dtype).max,
+            LEAST=least,
+            FORMAT=_FORMATS[dtype],
+            KNOWN=known,
+            ACROSS=in_rows,
+            DOWN=in_columns,
+            PARTS=triton.next_power_of_2(parts),
+            TILE=TILE,
+            num_warps=TILE_WARPS,
+        )
     return values, turned, scale
