@@ -94,6 +94,24 @@ def test_a_product_is_that_of_the_dequantised_matrices(scaling: Scaling) -> None
     check_float8(scaling, CPU)
 
 
+@every_scaling
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.bfloat16, 0.004), (torch.float16, 0.0005), (torch.float32, 0.000001)]
+)
+def test_a_bias_is_added_to_a_product(scaling: Scaling, dtype: torch.dtype, allowed: float) -> None:
+    a, b, bias = drawn(128, 256), drawn(384, 256, seed=1), drawn(384, seed=2) * 20
+    a8, b8 = (
+        scaled(matrix, rectangle_of(scaling, matrix, is_weight=weight), E4M3, powers_of_two=scaling == "mx")
+        for matrix, weight in ((a, False), (b, True))
+    )
+    found = product(a8, b8, scaling, dtype, bias=bias)
+    assert found.dtype == dtype
+    assert error(found, a8.whole().double() @ b8.whole().double().T + bias.to(dtype)) < allowed
+    if scaling == "tensor":
+        once = product(a8, b8, scaling, torch.float32, bias=bias.to(dtype)).to(dtype)
+        assert torch.equal(found, once), "a kernel that adds it rounds once"
+
+
 def test_scales_of_powers_of_two_are_exact_in_their_8_bit_format() -> None:
     matrix = drawn(128, 256)
     scales = scaled(matrix, (1, 32), E4M3, powers_of_two=True).scales
@@ -150,7 +168,8 @@ def test_a_layer_and_its_gradients_are_close_to_bf16(
         assert found[name].dtype == value.dtype
         allowed = 0.08 if scaling == "tensor" and name in ("x", "weight") else 0.05  # e5m2 has two digits
         assert error(found[name], value) < allowed, name
-    assert torch.equal(found["bias"], expected["bias"])
+    summed = g.bfloat16().double().reshape(-1, 384).sum(0)
+    assert error(found["bias"], summed) < 1e-6, "it is added up, and stays, in fp32"
 
 
 @every_scaling
@@ -164,6 +183,22 @@ def test_frozen_weights_and_frozen_inputs_get_no_gradient(scaling: Scaling) -> N
     small.requires_grad_(True)
     small(x.detach()).sum().backward()
     assert small.weight.grad is not None
+
+
+@every_scaling
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_a_bias_learns_without_its_weight_and_a_weight_without_its_bias(scaling: Scaling, trained: str) -> None:
+    x, g = drawn(16, 256), drawn(16, 384, seed=1).bfloat16()
+    found = {}
+    for parameters in (("weight", "bias"), (trained,)):
+        _, small = pair(scaling)
+        for name, parameter in small.named_parameters():
+            parameter.requires_grad_(name in parameters)
+        small(x).backward(g)
+        found[parameters] = {name: parameter.grad for name, parameter in small.named_parameters()}
+    for name, gradient in found[trained,].items():
+        assert (gradient is not None) is (name == trained)
+    assert torch.equal(found[trained,][trained], found["weight", "bias"][trained])  # type: ignore[arg-type]
 
 
 @every_scaling

@@ -94,13 +94,13 @@ def test_a_product_and_its_gradients_are_those_without_the_kernels(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained() -> tuple[Tensor, ...]:
-        x, weight, g = drawn(256, 512), drawn(384, 512, seed=1), drawn(256, 384, seed=2)
-        x.requires_grad_()
-        weight.requires_grad_()
+        x, weight, bias, g = drawn(256, 512), drawn(384, 512, seed=1), drawn(384, seed=3), drawn(256, 384, seed=2)
+        for leaf in (x, weight, bias):
+            leaf.requires_grad_()
         torch._dynamo.reset()
         apply = torch.compile(Float8Product.apply) if compiled else Float8Product.apply
-        y = apply(x, weight, "tensor")
-        return (y.detach(), *torch.autograd.grad(y, (x, weight), g))
+        y = apply(x, weight, bias, "tensor")
+        return (y.detach(), *torch.autograd.grad(y, (x, weight, bias), g))
 
     found = trained()
     monkeypatch.setattr(float8_matmul, "_has_kernel", lambda device: False)
