@@ -9,7 +9,10 @@ import pytest
 import torch
 from float8_cases import begun_in_stages, gradients_of_shards_in_fp8
 from pool import Pool
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training_cases import recipe_for
 
 from gradus.models import catalogue
@@ -214,6 +217,41 @@ def test_a_compiled_layer_is_one_graph(scaling: Scaling) -> None:
     torch._dynamo.reset()
 
 
+def test_a_compiled_backward_sums_no_rows_beside_our_operator() -> None:
+    """A sum of its own would be fused with what made the gradient, and compute GELU's derivative once more."""
+    _, small = pair("tensor")
+    graphs: list[fx.GraphModule] = []
+
+    def looked_at(graph: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=looked_at, bw_compiler=looked_at)
+    layers = nn.Sequential(small, nn.GELU())
+    compiled: Any = torch.compile(copy.deepcopy(layers), backend=backend, fullgraph=True)
+    x, g = drawn(64, 256), drawn(64, 384, seed=1)
+    found, expected = trained(compiled, x, g)["_orig_mod.0.bias"], trained(layers, x, g)["0.bias"]
+    assert error(found, expected) < 0.01
+    calls = [node for node in graphs[-1].graph.nodes if node.op == "call_function"]
+    assert [node.args[1:] for node in calls if node.target is torch.ops.gradus.to_float8.default] == [(True,) * 3]
+    assert torch.ops.aten.sum.dim_IntList not in {node.target for node in calls}
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
+def test_without_values_the_operator_has_the_shapes_that_it_has(turned: bool, summed: bool) -> None:
+    matrix = drawn(64, 96).bfloat16()
+    found = torch.ops.gradus.to_float8(matrix, True, turned, summed)
+    with FakeTensorMode() as mode:
+        fakes = torch.ops.gradus.to_float8(mode.from_tensor(matrix), True, turned, summed)
+    for fake, real in zip(fakes, found, strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    if summed:
+        torch.testing.assert_close(found[3].double(), matrix.double().sum(0), rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.slow
 @every_scaling
 def test_the_compiler_keeps_the_layouts_that_kernels_need(scaling: Scaling) -> None:
@@ -333,9 +371,10 @@ def test_a_gpt_learns_as_it_does_in_bf16(narrow: dict[str, Any], scaling: Scalin
     assert found != expected
 
 
-def test_recomputed_gradients_are_the_same(narrow: dict[str, Any]) -> None:
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_recomputed_gradients_are_the_same(narrow: dict[str, Any], scaling: Scaling) -> None:
     tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
-    model = in_fp8(catalogue.build("gpt", narrow), "row")
+    model = in_fp8(catalogue.build("gpt", narrow), scaling)
     results = []
     for recompute in ("none", "selective", "full"):
         twin = copy.deepcopy(model)

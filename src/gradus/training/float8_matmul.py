@@ -146,19 +146,26 @@ def _swizzled(scales: Tensor) -> Tensor:
 
 # With one scale for all of a matrix. As operators, they are kernels of their own on a GPU, whoever compiles the model.
 _library: Any = torch.library.Library("gradus", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("to_float8(Tensor matrix, bool gradient, bool turned) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    "to_float8(Tensor matrix, bool gradient, bool turned, bool summed=False) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 _library.define("turned_float8(Tensor matrix, Tensor scale) -> Tensor")
 
 
-def _to_float8(matrix: Tensor, gradient: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrix in 8 bits, the same transposed (or nothing, unless it is `turned`), and the scale of both."""
+def _to_float8(
+    matrix: Tensor, gradient: bool, turned: bool, summed: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The matrix in 8 bits, the same transposed (or nothing, unless it is `turned`), the scale of both, and the sum of
+    its rows in float32 (or nothing, unless it is `summed`)."""
     dtype = E5M2 if gradient else E4M3
     if _has_kernel(matrix.device):
         from gradus.training.float8_kernel import to_float8
 
-        return to_float8(matrix, None, dtype, LEAST_AMAX, across=True, down=turned)
+        return to_float8(matrix, None, dtype, LEAST_AMAX, across=True, down=turned, summed=summed)
     small = scaled(matrix, (matrix.shape[0], matrix.shape[1]), dtype)
-    return small.values, small.T.values if turned else small.values.new_empty((0, 0)), small.scales
+    of_turned = small.T.values if turned else small.values.new_empty((0, 0))
+    sums = matrix.sum(0, dtype=torch.float32) if summed else small.scales.new_empty(0)
+    return small.values, of_turned, small.scales, sums
 
 
 def _turned_float8(matrix: Tensor, scale: Tensor) -> Tensor:
@@ -170,12 +177,15 @@ def _turned_float8(matrix: Tensor, scale: Tensor) -> Tensor:
     return rescaled(matrix, scale, E4M3).T.values
 
 
-def _to_float8_without_values(matrix: Tensor, gradient: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _to_float8_without_values(
+    matrix: Tensor, gradient: bool, turned: bool, summed: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = E5M2 if gradient else E4M3
     rows, columns = matrix.shape
     of_turned = (columns, rows) if turned else (0, 0)
     scale = matrix.new_empty((1, 1), dtype=torch.float32)
-    return matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty(of_turned, dtype=dtype), scale
+    sums = matrix.new_empty(columns if summed else 0, dtype=torch.float32)
+    return matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty(of_turned, dtype=dtype), scale, sums
 
 
 def _turned_without_values(matrix: Tensor, scale: Tensor) -> Tensor:
@@ -234,8 +244,8 @@ class Float8Product(torch.autograd.Function):
 
 def _forward_with_one_scale(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The 8-bit x serves the backward product too, in half the memory, transposed as that wants it."""
-    x8, x8_t, x_scale = torch.ops.gradus.to_float8(x, False, ctx.needs_input_grad[1])
-    w8, _, w_scale = torch.ops.gradus.to_float8(weight, False, False)
+    x8, x8_t, x_scale, _ = torch.ops.gradus.to_float8(x, False, ctx.needs_input_grad[1])
+    w8, _, w_scale, _ = torch.ops.gradus.to_float8(weight, False, False)
     ctx.save_for_backward(weight, w_scale, x8_t, x_scale)
     return product(Scaled(x8, x_scale), Scaled(w8, w_scale), "tensor", x.dtype, bias=bias, fast=True)
 
@@ -243,16 +253,14 @@ def _forward_with_one_scale(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | 
 def _backward_with_one_scale(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     weight, w_scale, x8_t, x_scale = ctx.saved_tensors
     of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-    g8, g8_t, g_scale = torch.ops.gradus.to_float8(g, True, of_weight)
-    dx = dw = db = None
+    g8, g8_t, g_scale, sums = torch.ops.gradus.to_float8(g, True, of_weight, of_bias)
+    dx = dw = None
     if of_x:
         w8_t = torch.ops.gradus.turned_float8(weight, w_scale)
         dx = product(Scaled(g8, g_scale), Scaled(w8_t, w_scale), "tensor", ctx.dtype)
     if of_weight:
         dw = product(Scaled(g8_t, g_scale), Scaled(x8_t, x_scale), "tensor", ctx.dtype).to(weight.dtype)
-    if of_bias:
-        db = g.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return dx, dw, db
+    return dx, dw, sums.to(ctx.bias_dtype) if of_bias else None
 
 
 def _in_rows(matrix: Tensor, scaling: Scaling) -> Scaled:
