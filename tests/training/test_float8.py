@@ -9,7 +9,10 @@ import pytest
 import torch
 from float8_cases import begun_in_stages, gradients_of_shards_in_fp8
 from pool import Pool
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensorMode
 from training_cases import recipe_for
 
 from gradus.models import catalogue
@@ -94,6 +97,24 @@ def test_a_product_is_that_of_the_dequantised_matrices(scaling: Scaling) -> None
     check_float8(scaling, CPU)
 
 
+@every_scaling
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [(torch.bfloat16, 0.004), (torch.float16, 0.0005), (torch.float32, 0.000001)]
+)
+def test_a_bias_is_added_to_a_product(scaling: Scaling, dtype: torch.dtype, allowed: float) -> None:
+    a, b, bias = drawn(128, 256), drawn(384, 256, seed=1), drawn(384, seed=2) * 20
+    a8, b8 = (
+        scaled(matrix, rectangle_of(scaling, matrix, is_weight=weight), E4M3, powers_of_two=scaling == "mx")
+        for matrix, weight in ((a, False), (b, True))
+    )
+    found = product(a8, b8, scaling, dtype, bias=bias)
+    assert found.dtype == dtype
+    assert error(found, a8.whole().double() @ b8.whole().double().T + bias.to(dtype)) < allowed
+    if scaling == "tensor":
+        once = product(a8, b8, scaling, torch.float32, bias=bias.to(dtype)).to(dtype)
+        assert torch.equal(found, once), "a kernel that adds it rounds once"
+
+
 def test_scales_of_powers_of_two_are_exact_in_their_8_bit_format() -> None:
     matrix = drawn(128, 256)
     scales = scaled(matrix, (1, 32), E4M3, powers_of_two=True).scales
@@ -150,7 +171,8 @@ def test_a_layer_and_its_gradients_are_close_to_bf16(
         assert found[name].dtype == value.dtype
         allowed = 0.08 if scaling == "tensor" and name in ("x", "weight") else 0.05  # e5m2 has two digits
         assert error(found[name], value) < allowed, name
-    assert torch.equal(found["bias"], expected["bias"])
+    summed = g.bfloat16().double().reshape(-1, 384).sum(0)
+    assert error(found["bias"], summed) < 1e-6, "it is added up, and stays, in fp32"
 
 
 @every_scaling
@@ -167,6 +189,22 @@ def test_frozen_weights_and_frozen_inputs_get_no_gradient(scaling: Scaling) -> N
 
 
 @every_scaling
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+def test_a_bias_learns_without_its_weight_and_a_weight_without_its_bias(scaling: Scaling, trained: str) -> None:
+    x, g = drawn(16, 256), drawn(16, 384, seed=1).bfloat16()
+    found = {}
+    for parameters in (("weight", "bias"), (trained,)):
+        _, small = pair(scaling)
+        for name, parameter in small.named_parameters():
+            parameter.requires_grad_(name in parameters)
+        small(x).backward(g)
+        found[parameters] = {name: parameter.grad for name, parameter in small.named_parameters()}
+    for name, gradient in found[trained,].items():
+        assert (gradient is not None) is (name == trained)
+    assert torch.equal(found[trained,][trained], found["weight", "bias"][trained])  # type: ignore[arg-type]
+
+
+@every_scaling
 def test_a_compiled_layer_is_one_graph(scaling: Scaling) -> None:
     _, small = pair(scaling)
     torch._dynamo.reset()
@@ -177,6 +215,41 @@ def test_a_compiled_layer_is_one_graph(scaling: Scaling) -> None:
     for name, value in trained(small, x, g).items():
         assert error(found[name], value) < 0.01, name
     torch._dynamo.reset()
+
+
+def test_a_compiled_backward_sums_no_rows_beside_our_operator() -> None:
+    """A sum of its own would be fused with what made the gradient, and compute GELU's derivative once more."""
+    _, small = pair("tensor")
+    graphs: list[fx.GraphModule] = []
+
+    def looked_at(graph: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=looked_at, bw_compiler=looked_at)
+    layers = nn.Sequential(small, nn.GELU())
+    compiled: Any = torch.compile(copy.deepcopy(layers), backend=backend, fullgraph=True)
+    x, g = drawn(64, 256), drawn(64, 384, seed=1)
+    found, expected = trained(compiled, x, g)["_orig_mod.0.bias"], trained(layers, x, g)["0.bias"]
+    assert error(found, expected) < 0.01
+    calls = [node for node in graphs[-1].graph.nodes if node.op == "call_function"]
+    assert [node.args[1:] for node in calls if node.target is torch.ops.gradus.to_float8.default] == [(True,) * 3]
+    assert torch.ops.aten.sum.dim_IntList not in {node.target for node in calls}
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
+def test_without_values_the_operator_has_the_shapes_that_it_has(turned: bool, summed: bool) -> None:
+    matrix = drawn(64, 96).bfloat16()
+    found = torch.ops.gradus.to_float8(matrix, True, turned, summed)
+    with FakeTensorMode() as mode:
+        fakes = torch.ops.gradus.to_float8(mode.from_tensor(matrix), True, turned, summed)
+    for fake, real in zip(fakes, found, strict=True):
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    if summed:
+        torch.testing.assert_close(found[3].double(), matrix.double().sum(0), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -298,9 +371,10 @@ def test_a_gpt_learns_as_it_does_in_bf16(narrow: dict[str, Any], scaling: Scalin
     assert found != expected
 
 
-def test_recomputed_gradients_are_the_same(narrow: dict[str, Any]) -> None:
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_recomputed_gradients_are_the_same(narrow: dict[str, Any], scaling: Scaling) -> None:
     tokens = torch.randint(0, 256, (2, 33), generator=torch.Generator().manual_seed(0))
-    model = in_fp8(catalogue.build("gpt", narrow), "row")
+    model = in_fp8(catalogue.build("gpt", narrow), scaling)
     results = []
     for recompute in ("none", "selective", "full"):
         twin = copy.deepcopy(model)

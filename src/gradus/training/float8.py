@@ -46,11 +46,10 @@ class Float8Linear(nn.Linear):
         missing = -rows.shape[0] % multiple_needed(self.scaling)
         if missing:  # zeros add nothing to any sum over rows
             rows = nn.functional.pad(rows, (0, 0, 0, missing))
-        y: Tensor = Float8Product.apply(rows, self.weight, self.scaling)  # type: ignore[no-untyped-call]
+        y: Tensor = Float8Product.apply(rows, self.weight, self.bias, self.scaling)  # type: ignore[no-untyped-call]
         if missing:
             y = y[:-missing]
-        y = y.reshape(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(dtype)
+        return y.reshape(*x.shape[:-1], self.out_features)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK, MX_BLOCK = 128, 32
 LEAST_AMAX = 1e-30  # of a matrix of zeros: its scale must be a number, too
 _POWERS_OF_TWO = torch.float8_e8m0fnu
+_TAKES_A_BIAS = (torch.bfloat16, torch.float16)  # what a product with one scale can be in, and add a bias itself
 
 
 class Scaled(NamedTuple):
@@ -89,26 +90,35 @@ def multiple_needed(scaling: Scaling) -> int:
     return {"tensor": 16, "row": 16, "block": BLOCK, "mx": BLOCK}[scaling]
 
 
-def product(a: Scaled, b: Scaled, scaling: Scaling, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a @ b.T. `fast` adds up in the fewer digits of the tensor core, which is enough for a result that is rounded.
+def product(
+    a: Scaled, b: Scaled, scaling: Scaling, dtype: torch.dtype, *, bias: Tensor | None = None, fast: bool = False
+) -> Tensor:
+    """a @ b.T, and a bias for each column, where the kernel takes one before its result is rounded.
+
+    `fast` adds up in the fewer digits of the tensor core, which is enough for a result that is rounded.
 
     CPUs have no such product of blocks: there, for tests, the matrices are multiplied as they are.
     """
     device = a.values.device.type
     assert a.values.is_contiguous(), a.values.stride()
     assert b.values.is_contiguous(), b.values.stride()  # a CPU would take anything, a GPU does not
+    after = bias = None if bias is None else bias.to(dtype)
     with torch.autocast(device, enabled=False):  # which would reach into what the CPU does in place of a kernel
         if device == "cpu" and scaling in ("block", "mx"):
-            return (a.whole() @ b.whole().T).to(dtype)
-        # torch.nn.functional.scaled_mm, the public name, is newer than what inductor of torch 2.11 compiles.
-        return torch._scaled_mm(
-            a.values,
-            b.values.t(),
-            _laid_out(a.scales, a.values, scaling),
-            _laid_out(b.scales, b.values, scaling).t(),
-            out_dtype=dtype,
-            use_fast_accum=fast and scaling != "block",  # whose kernels add up in fp32 only
-        )
+            y = (a.whole() @ b.whole().T).to(dtype)
+        else:
+            inside, after = (bias, None) if scaling == "tensor" and dtype in _TAKES_A_BIAS else (None, bias)
+            # torch.nn.functional.scaled_mm, the public name, is newer than what inductor of torch 2.11 compiles.
+            y = torch._scaled_mm(
+                a.values,
+                b.values.t(),
+                _laid_out(a.scales, a.values, scaling),
+                _laid_out(b.scales, b.values, scaling).t(),
+                bias=inside,
+                out_dtype=dtype,
+                use_fast_accum=fast and scaling != "block",  # whose kernels add up in fp32 only
+            )
+    return y if after is None else y + after
 
 
 def _laid_out(scales: Tensor, values: Tensor, scaling: Scaling) -> Tensor:
@@ -136,19 +146,26 @@ def _swizzled(scales: Tensor) -> Tensor:
 
 # With one scale for all of a matrix. As operators, they are kernels of their own on a GPU, whoever compiles the model.
 _library: Any = torch.library.Library("gradus", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("to_float8(Tensor matrix, bool gradient, bool turned) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    "to_float8(Tensor matrix, bool gradient, bool turned, bool summed=False) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 _library.define("turned_float8(Tensor matrix, Tensor scale) -> Tensor")
 
 
-def _to_float8(matrix: Tensor, gradient: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrix in 8 bits, the same transposed (or nothing, unless it is `turned`), and the scale of both."""
+def _to_float8(
+    matrix: Tensor, gradient: bool, turned: bool, summed: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The matrix in 8 bits, the same transposed (or nothing, unless it is `turned`), the scale of both, and the sum of
+    its rows in float32 (or nothing, unless it is `summed`)."""
     dtype = E5M2 if gradient else E4M3
     if _has_kernel(matrix.device):
         from gradus.training.float8_kernel import to_float8
 
-        return to_float8(matrix, None, dtype, LEAST_AMAX, across=True, down=turned)
+        return to_float8(matrix, None, dtype, LEAST_AMAX, across=True, down=turned, summed=summed)
     small = scaled(matrix, (matrix.shape[0], matrix.shape[1]), dtype)
-    return small.values, small.T.values if turned else small.values.new_empty((0, 0)), small.scales
+    of_turned = small.T.values if turned else small.values.new_empty((0, 0))
+    sums = matrix.sum(0, dtype=torch.float32) if summed else small.scales.new_empty(0)
+    return small.values, of_turned, small.scales, sums
 
 
 def _turned_float8(matrix: Tensor, scale: Tensor) -> Tensor:
@@ -160,12 +177,15 @@ def _turned_float8(matrix: Tensor, scale: Tensor) -> Tensor:
     return rescaled(matrix, scale, E4M3).T.values
 
 
-def _to_float8_without_values(matrix: Tensor, gradient: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _to_float8_without_values(
+    matrix: Tensor, gradient: bool, turned: bool, summed: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = E5M2 if gradient else E4M3
     rows, columns = matrix.shape
     of_turned = (columns, rows) if turned else (0, 0)
     scale = matrix.new_empty((1, 1), dtype=torch.float32)
-    return matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty(of_turned, dtype=dtype), scale
+    sums = matrix.new_empty(columns if summed else 0, dtype=torch.float32)
+    return matrix.new_empty((rows, columns), dtype=dtype), matrix.new_empty(of_turned, dtype=dtype), scale, sums
 
 
 def _turned_without_values(matrix: Tensor, scale: Tensor) -> Tensor:
@@ -185,27 +205,30 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 class Float8Product(torch.autograd.Function):
-    """x @ weight.T with all three products of a training step in 8 bits. Rows of x are a multiple of what is needed."""
+    """x @ weight.T + bias with all three products of a training step in 8 bits, and the bias as it is.
+
+    Rows of x are a multiple of what is needed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-        ctx.scaling, ctx.dtype = scaling, x.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
+        ctx.scaling, ctx.dtype, ctx.bias_dtype = scaling, x.dtype, None if bias is None else bias.dtype
         if scaling == "tensor":
-            return _forward_with_one_scale(ctx, x, weight)
+            return _forward_with_one_scale(ctx, x, weight, bias)
         x8, w8 = _in_rows(x, scaling), _of_weight(weight, scaling)
         # Rows are scaled anew in backward, in the other direction, from the values themselves.
         ctx.save_for_backward(weight, w8.scales, x)
-        return product(x8, w8, scaling, x.dtype, fast=True)
+        return product(x8, w8, scaling, x.dtype, bias=bias, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (g,) = gradients
         scaling: Scaling = ctx.scaling
         if scaling == "tensor":
             return (*_backward_with_one_scale(ctx, g), None)
         weight, w_scales, x = ctx.saved_tensors
         g8 = _in_rows(g, scaling)
-        dx = dw = None
+        dx = dw = db = None
         if ctx.needs_input_grad[0]:
             # The rectangles of a weight are as good for its transpose, unless they are rows.
             is_symmetric = scaling == "block"
@@ -214,28 +237,30 @@ class Float8Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             g8_t, x8_t = _in_rows(g.t(), scaling), _in_rows(x.t(), scaling)
             dw = product(g8_t, x8_t, scaling, ctx.dtype).to(weight.dtype)
-        return dx, dw, None
+        if ctx.needs_input_grad[2]:
+            db = g.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None
 
 
-def _forward_with_one_scale(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+def _forward_with_one_scale(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The 8-bit x serves the backward product too, in half the memory, transposed as that wants it."""
-    x8, x8_t, x_scale = torch.ops.gradus.to_float8(x, False, ctx.needs_input_grad[1])
-    w8, _, w_scale = torch.ops.gradus.to_float8(weight, False, False)
+    x8, x8_t, x_scale, _ = torch.ops.gradus.to_float8(x, False, ctx.needs_input_grad[1])
+    w8, _, w_scale, _ = torch.ops.gradus.to_float8(weight, False, False)
     ctx.save_for_backward(weight, w_scale, x8_t, x_scale)
-    return product(Scaled(x8, x_scale), Scaled(w8, w_scale), "tensor", x.dtype, fast=True)
+    return product(Scaled(x8, x_scale), Scaled(w8, w_scale), "tensor", x.dtype, bias=bias, fast=True)
 
 
-def _backward_with_one_scale(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _backward_with_one_scale(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     weight, w_scale, x8_t, x_scale = ctx.saved_tensors
-    of_x, of_weight = ctx.needs_input_grad[:2]
-    g8, g8_t, g_scale = torch.ops.gradus.to_float8(g, True, of_weight)
+    of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+    g8, g8_t, g_scale, sums = torch.ops.gradus.to_float8(g, True, of_weight, of_bias)
     dx = dw = None
     if of_x:
         w8_t = torch.ops.gradus.turned_float8(weight, w_scale)
         dx = product(Scaled(g8, g_scale), Scaled(w8_t, w_scale), "tensor", ctx.dtype)
     if of_weight:
         dw = product(Scaled(g8_t, g_scale), Scaled(x8_t, x_scale), "tensor", ctx.dtype).to(weight.dtype)
-    return dx, dw
+    return dx, dw, sums.to(ctx.bias_dtype) if of_bias else None
 
 
 def _in_rows(matrix: Tensor, scaling: Scaling) -> Scaled:

@@ -187,6 +187,21 @@ def test_fp8_is_traced_with_its_own_layers():
     assert kept_bytes(eight.parts[1], 8) < kept_bytes(narrow.parts[1], 8)
 
 
+def test_with_fp8_a_bias_is_part_of_the_product_and_its_gradient_of_the_scaling():
+    block = profile({**GPT, "width": 256, "layers": 4}, precision="fp8").parts[1]
+    up = {
+        "forward": [op for op in block.forward if op.module.endswith("mlp.up")],
+        "backward": [op for op in block.backward if op.module.endswith("mlp.up")],
+    }
+    assert [op.name for op in up["forward"] if op.kind != "copy"] == ["to_float8", "to_float8", "_scaled_mm"]
+    weight, scales, bias = 256 * 1024, 2 * 4, 1024 * 2
+    assert up["forward"][-1].read.fixed == weight + scales + bias
+    names = [op.name for op in up["backward"] if op.kind != "copy"]
+    assert names == ["to_float8", "turned_float8", "_scaled_mm", "_scaled_mm"]
+    scale, sums = 4, 1024 * 4
+    assert up["backward"][0].written.fixed == scale + sums
+
+
 MODELS = """
 import torch
 from torch import nn
