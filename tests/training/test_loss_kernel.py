@@ -27,7 +27,7 @@ from gradus.training.loss_placement import chunk_loss
 
 pytest.importorskip("triton")
 
-from gradus.training.loss_kernel import loss_and_gradient
+from gradus.training.loss_kernel import loss_and_gradient, scaled
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu"
@@ -101,6 +101,17 @@ def test_targets_need_not_lie_side_by_side() -> None:
     assert torch.equal(loss_and_gradient(logits.clone(), apart, 40), loss_and_gradient(logits, targets, 40))
 
 
+@pytest.mark.parametrize(("of", "to"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+def test_gradients_are_scaled_and_rounded_once(of: torch.dtype, to: torch.dtype) -> None:
+    tensor = torch.randn(67, 45, generator=torch.Generator().manual_seed(2)).to(DEVICE, of)
+    factor = torch.tensor(1 / 3, device=DEVICE)
+    found = scaled(tensor, factor, to)
+    assert found.dtype == to
+    torch.testing.assert_close(found.double(), tensor.double() * factor.double(), rtol=ROUNDING[to], atol=0.0)
+    rows = scaled(tensor[:, :20], factor, to)  # which do not lie side by side
+    assert torch.equal(rows, found[:, :20])
+
+
 # --- a loss in chunks
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 12, "vocabulary": 101}
@@ -149,10 +160,8 @@ def furthest(found: nn.Module, expected: nn.Module) -> float:
         ("gpt", {"tied": False, "frozen": True}),
     ],
 )
-def test_a_model_learns_the_same_with_the_kernel(
-    use: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # which runs in this process have allowed
+def test_a_model_learns_the_same_with_the_kernel(use: str, settings: dict[str, Any]) -> None:
+    torch.set_float32_matmul_precision("highest")  # a run in this process may have allowed less
     exact, parts, kernel = three_ways(use, **settings)
     for model in (exact, parts, kernel):
         output = model(*text())

@@ -215,6 +215,7 @@ class _LossSum(torch.autograd.Function):
             None if bias_gradient is None else bias_gradient[: work.columns],
         )
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
+        ctx.kernel = work.kernel
         return torch.cat(losses).sum()
 
     @staticmethod
@@ -228,14 +229,19 @@ class _LossSum(torch.autograd.Function):
                 allowed=1,
             )
         saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
-        return (*(_scaled(one, gradient, dtype) if wanted else None for one, dtype, wanted in saved), None, None)
+        return (
+            *(_scaled(one, gradient, dtype, ctx.kernel) if wanted else None for one, dtype, wanted in saved),
+            None,
+            None,
+        )
 
 
-def _scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another format, in one pass, and rounded once.
+def _scaled(tensor: Tensor, factor: Tensor, dtype: torch.dtype, kernel: bool) -> Tensor:
+    """In another format, in one pass, and rounded once."""
+    if kernel and dtype in KERNEL_DTYPES and tensor.is_cuda and not isinstance(tensor, FakeTensor):
+        from gradus.training.loss_kernel import scaled
 
-    The factor has a dimension so that it counts as a tensor: a GPU would round a single number to 16 bits first, and
-    make all gradients wrong by the same part.
-    """
-    result = torch.empty_like(tensor, dtype=dtype)
-    return torch.mul(tensor, factor.view(1), out=result)
+        return scaled(tensor, factor, dtype)
+    # The factor has a dimension so that it counts as a tensor: a GPU would round a single number to 16 bits first, and
+    # make all gradients wrong by the same part.
+    return torch.mul(tensor, factor.view(1), out=torch.empty_like(tensor, dtype=dtype))
