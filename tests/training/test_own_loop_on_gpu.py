@@ -32,15 +32,15 @@ class Sequences(torch.utils.data.Dataset[Any]):
 
 
 class Refusing(nn.Module):
-    """A part in fp32, which layer norms of torch take no other weights for."""
+    """A product in fp32, which takes no other weights."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.body, self.norm = body, nn.LayerNorm(1)
+        self.body, self.layer = body, nn.Linear(1, 1)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Any:
         with torch.autocast("cuda", enabled=False):
-            assert self.norm(tokens[:1, :1].float()).dtype == torch.float32
+            assert self.layer(tokens[:1, :1].float()).dtype == torch.float32
         return self.body(tokens, targets)
 
 

@@ -42,7 +42,8 @@ def use_sums_by_sample(graph: fx.Graph) -> None:
 
 def _what_is_summed(node: fx.Node) -> fx.Node | None:
     """If it sums the rows of a matrix: what made that, (samples, tokens, ...), if a simple kernel did."""
-    if node.target is not aten.sum.dim_IntList or node.kwargs:
+    # Some versions of torch sum in fp32 and round afterwards, which others leave to the kernel.
+    if node.target is not aten.sum.dim_IntList or node.kwargs not in ({}, {"dtype": torch.float32}):
         return None
     made: Any = node.args[0]
     matrix = made.meta["val"]
