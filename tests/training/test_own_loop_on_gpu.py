@@ -40,8 +40,9 @@ class Refusing(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Any:
         with torch.autocast("cuda", enabled=False):
-            assert self.layer(tokens[:1, :1].float()).dtype == torch.float32
-        return self.body(tokens, targets)
+            one = self.layer(tokens[:1, :1].float())
+        loss_sum, count, rest = self.body(tokens, targets)
+        return loss_sum + 0.0 * one.sum(), count, rest
 
 
 def looped(folder: Path, *, refusing: bool = False, **plan: Any) -> tuple[Run, list[float]]:

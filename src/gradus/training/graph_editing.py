@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, fx
 
 
-def insert(graph: fx.Graph, instead_of: fx.Node, operator: Any, *inputs: Any, **settings: Any) -> fx.Node:
+def insert(graph: fx.Graph, instead_of: fx.Node, operator: Any, *inputs: Any) -> fx.Node:
     """A node for where the graph is being written, that knows what its result looks like."""
-    node = graph.call_function(operator, inputs, settings)
+    node = graph.call_function(operator, inputs)
     with torch.no_grad():
-        value = operator(*(of.meta["val"] if isinstance(of, fx.Node) else of for of in inputs), **settings)
+        value = operator(*(of.meta["val"] if isinstance(of, fx.Node) else of for of in inputs))
     node.meta = {**instead_of.meta, "val": value}  # with where it comes from, by which kernels are named
     return node
 

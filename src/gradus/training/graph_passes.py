@@ -14,12 +14,11 @@ from typing import Any
 
 from torch import fx
 
-from gradus.training.bias_gradients import use_sums_by_sample
 from gradus.training.cheap_functions import use_cheap_functions
 from gradus.training.max_pooling import use_max_pool_kernel
 from gradus.training.thin_convolution import use_thin_convolutions
 
-PASSES = (use_cheap_functions, use_max_pool_kernel, use_thin_convolutions, use_sums_by_sample)
+PASSES = (use_cheap_functions, use_max_pool_kernel, use_thin_convolutions)
 
 
 class GraphPasses:
