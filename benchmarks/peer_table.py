@@ -96,7 +96,7 @@ def _figure(work: Mapping[str, Any], name: str) -> str:
     one = work["contestants"].get(name)
     if one is None:
         return "absent" if name in work["absent"] else ""
-    if one["problem"]:
+    if one["problem"] and not one["figures"]:  # what came after the last segment takes nothing away
         return str(one["problem"]).replace("|", "/")
     if not one["figures"]:
         return ""

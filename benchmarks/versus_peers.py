@@ -291,7 +291,7 @@ def measured(work: Work, asked: argparse.Namespace, folder: Path) -> dict[str, A
 
 def _said_of(one: dict[str, Any]) -> str:
     """One line about a contestant, as soon as it is there."""
-    if one["problem"]:
+    if one["problem"] and not one["figures"]:
         return str(one["problem"])
     told = [", ".join(f"{figure:,.1f}" for figure in one["figures"])]
     if one["losses"]:

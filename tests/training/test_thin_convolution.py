@@ -235,4 +235,4 @@ def test_on_a_gpu_the_kernels_run() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         assert is_as_exact(compiled, eager, x)
     ran = {event.key for event in profile.key_averages()}
-    assert any("_of_weights" in name for name in ran)
+    assert any("_convolution_of_weights" in name for name in ran)

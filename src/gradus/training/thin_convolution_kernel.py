@@ -55,7 +55,7 @@ def _windows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(  # type: ignore[no-untyped-def]
+def _convolution_of_pixels(  # type: ignore[no-untyped-def]
     x,
     weights,
     result,
@@ -111,7 +111,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _of_weights(  # type: ignore[no-untyped-def]
+def _convolution_of_weights(  # type: ignore[no-untyped-def]
     gradient,
     x,
     result,
@@ -183,7 +183,7 @@ def convolution(x: Tensor, weights: Tensor, stride: Sequence[int], padding: Sequ
         memory_format=torch.channels_last,
     )
     pixels, sizes = x.shape[0] * rows * columns, _sizes(x, result, weights.shape[2:], stride, padding)
-    _forward[(triton.cdiv(pixels, PIXELS), triton.cdiv(weights.shape[0], sizes["OUTPUTS"]))](
+    _convolution_of_pixels[(triton.cdiv(pixels, PIXELS), triton.cdiv(weights.shape[0], sizes["OUTPUTS"]))](
         x.contiguous(memory_format=torch.channels_last),
         weights.permute(0, 2, 3, 1).contiguous(),
         result,
@@ -202,7 +202,7 @@ def gradient_by_weights(
     pixels, sizes = images * rows * columns, _sizes(x, gradient, kernel, stride, padding)
     programs = triton.cdiv(pixels, TILES * PIXELS)
     parts = torch.empty((programs, outputs, *kernel, x.shape[1]), dtype=torch.float32, device=x.device)
-    _of_weights[(programs, triton.cdiv(outputs, sizes["OUTPUTS"]))](
+    _convolution_of_weights[(programs, triton.cdiv(outputs, sizes["OUTPUTS"]))](
         gradient.contiguous(memory_format=torch.channels_last),
         x.contiguous(memory_format=torch.channels_last),
         parts,
