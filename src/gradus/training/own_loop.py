@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,7 @@ class Run:
         self._micro: MicroBatch | None = None  # handed out, and its loss not yet given to `step`
         self._forward: AbstractContextManager[None] | None = None
         self._stream: TimedBatches | None = None
+        self._handed_out: Generator[Any, None, None] | None = None  # by `batches`: the script may hold it longer
         self._waited_seconds = 0.0
         self._ending: Ending | None = None
         self._failed = False
@@ -189,9 +190,10 @@ class Run:
         self._boundary = Boundary(live)
         live.watch.where.enter("hooks")
         live.hooks.on_start()
-        return self._micro_batches(self._boundary, self._stream)
+        self._handed_out = self._micro_batches(self._boundary, self._stream)
+        return self._handed_out
 
-    def _micro_batches(self, boundary: Boundary, stream: TimedBatches) -> Iterator[Any]:
+    def _micro_batches(self, boundary: Boundary, stream: TimedBatches) -> Generator[Any, None, None]:
         try:
             while True:
                 if self._signals is not None:
@@ -218,6 +220,7 @@ class Run:
                 self._forward.__exit__(None, None, None)
                 self._live.step.abandon()
             self._micro = self._forward = None
+            stream.close()
 
     def step(self, loss: Any) -> None:
         """Take the loss of the batch: a scalar mean, or `(sum, count)`; or a function that returns it for a batch.
@@ -331,6 +334,8 @@ class Run:
         """Close the run's record. Done by itself when the script ends; what is logged after it is lost."""
         if self._told:
             return
+        if self._handed_out is not None:  # else what fetches data would last until Python takes its modules apart
+            self._handed_out.close()
         if self._failed:
             self._fail("the loop failed")
             return
