@@ -43,11 +43,11 @@ from gradus.training.loss_placement import with_loss_chunks
 from gradus.training.narrow_calls import hint_at_narrow_weights
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_evaluation import Results, measure_of
-from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
+from gradus.training.own_loss import backward_explained, own_sum_and_count
+from gradus.training.own_optimizer import check_arguments, check_optimizer, check_scheduler, note_learning_rates
 from gradus.training.own_process import Shown, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
 from gradus.training.readback import PendingNumbers
-from gradus.training.sum_and_count import sum_and_count
 
 
 class Run:
@@ -140,6 +140,7 @@ class Run:
         of torch's is stepped once for each optimizer step from now on, by `step`, and kept in checkpoints.
         """
         live = self._live
+        check_arguments(model, optimizer, scheduler)
         if self._prepared:
             raise InputError("run.prepare: it was called before; one model and one optimizer to a run", field="prepare")
         double = live.numbers.parameters == torch.float64
@@ -260,21 +261,14 @@ class Run:
         loss_sum, count = self._sum_and_count(loss, micro)
         if micro.samples == 0:  # padding: this rank has no sample left in the last step of the run
             loss_sum, count = loss_sum * 0, count * 0
-        live.step.backward(loss_sum, count)
+        with backward_explained():
+            live.step.backward(loss_sum, count)
         if live.step.complete:
             self._apply(boundary, stream)
         self._failed = None
 
     def _sum_and_count(self, loss: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        context = self._live.plan.mesh.context
-        loss_sum, count = sum_and_count(loss, micro.samples, with_loss=True, what="run.step", context=context)
-        if not loss_sum.requires_grad:
-            raise InputError(
-                "run.step: no gradient can flow from this loss",
-                hint="compute it from the output of the prepared model, without .item(), .detach() or torch.no_grad()",
-                field="step",
-            )
-        return loss_sum, count
+        return own_sum_and_count(loss, micro.samples, self._live.plan.mesh.context)
 
     def _step_as_graphs(
         self,
