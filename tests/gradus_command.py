@@ -199,3 +199,27 @@ def wait_until(what: Callable[[], Any], process: subprocess.Popen[str] | None = 
             raise AssertionError(f"ended with {process.returncode} before\n{process.communicate()}")
         time.sleep(0.05)
     raise AssertionError(f"not true after {seconds} s")
+
+
+def python(gradus: Gradus, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """A script of the user's, started without gradus."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=gradus.folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Its exit code, and what it said on stdout and stderr."""
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+def only_run(gradus: Gradus, name: str, before: set[Path]) -> Path:
+    """The one that was not there before."""
+    [run] = set((gradus.runs / name).glob("*")) - before
+    return run

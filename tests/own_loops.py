@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import user_code
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn import functional as F
 from training_cases import CLUSTER
 
@@ -116,6 +117,12 @@ def misused(world: World, folder: str, how: str) -> tuple[str, str | None]:
             run.batches(user_code.Points())
         if how == "no optimizer":
             run.prepare(model)
+        if how == "optimizer first":
+            run.prepare(optimizer, model)  # type: ignore[arg-type]
+        if how == "scheduler second":
+            run.prepare(model, torch.optim.lr_scheduler.StepLR(optimizer, 3))  # type: ignore[arg-type]
+        if how == "data third":
+            run.prepare(model, optimizer, torch.utils.data.DataLoader(user_code.Points()))  # type: ignore[arg-type]
         model, optimizer = run.prepare(model, optimizer)
         if how == "prepare twice":
             run.prepare(model, optimizer)
@@ -123,6 +130,10 @@ def misused(world: World, folder: str, how: str) -> tuple[str, str | None]:
             run.step(torch.zeros(()))
         if how == "no length":
             run.batches(iter([1, 2]))
+        if how == "loader":
+            run.batches(torch.utils.data.DataLoader(user_code.Points()))
+        if how == "loader for an evaluation":
+            run.evaluate(torch.utils.data.DataLoader(user_code.Points()), lambda batch: loss_of(model, batch))
         for x, y in run.batches(user_code.Points()):
             loss = F.mse_loss(
                 model(x).reshape(-1), y.reshape(-1).to(x.dtype), reduction="none" if how == "vector" else "mean"
@@ -131,12 +142,28 @@ def misused(world: World, folder: str, how: str) -> tuple[str, str | None]:
                 continue
             if how == "evaluate before step":
                 run.evaluate(user_code.Points(), lambda batch: loss_of(model, batch))
+            if how == "own backward":
+                loss.backward()
             run.step(loss.detach() if how == "detached" else loss.item() if how == "number" else loss)
             if how == "step twice":
                 run.step(loss)
     except InputError as error:
         return str(error), error.hint
     return "no error", None
+
+
+def kept_module(world: World, folder: str, plan: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What a loop finds in the module that it kept, and the whole state dict that torch gives of the prepared one."""
+    run = started(world, folder, own_recipe(steps=2, plan=plan))
+    own = user_code.line()
+    vars(own)["note"] = "mine"
+    model, _ = run.prepare(own, torch.optim.SGD(own.parameters(), lr=0.01))
+    for batch in run.batches(user_code.Points()):
+        run.step(loss_of(model, batch))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole = get_model_state_dict(model, options=options)
+    run.finish()
+    return str(own.note), whole
 
 
 def head_only(world: World, folder: str) -> list[float]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import gradus.data.workers as its_module
 from gradus.data.workers import SLOTS, WorkerFailed, Workers
 from gradus.schema.errors import InputError
 
@@ -277,3 +278,13 @@ def test_workers_of_a_killed_process_end_by_themselves() -> None:
         os.kill(other, signal.SIGKILL)
         os.close(here)
         os.close(there)
+
+
+def test_closing_at_the_end_of_a_process_needs_nothing_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator that somebody keeps is closed when Python has emptied the modules."""
+    with workers(abs, 1) as crew, monkeypatch.context() as patched:
+        patched.setattr(crew, "_process_is_ending", lambda: True)
+        for name in vars(its_module).copy():
+            if not name.startswith("__"):
+                patched.setattr(its_module, name, None)
+        crew.close()

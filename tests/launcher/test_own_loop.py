@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gradus_command import Gradus, committed, events, status, trained, wait_until
+from gradus_command import Gradus, committed, ended, events, only_run, python, status, trained, wait_until
 from safetensors.torch import load_file
 
 from gradus import load_run
@@ -41,11 +38,6 @@ print("after the loop:", "stopped" if run.stopped else "finished")
 def script(gradus: Gradus) -> str:
     (gradus.folder / "loop.py").write_text(SCRIPT)
     return "loop.py"
-
-
-def only_run(gradus: Gradus, name: str, before: set[Path]) -> Path:
-    [run] = set((gradus.runs / name).glob("*")) - before
-    return run
 
 
 def losses(run: Path) -> list[float]:
@@ -99,22 +91,6 @@ def test_the_rank_that_fails_first_is_named(gradus: Gradus, script: str) -> None
     assert "ValueError: the cat is on the keyboard" in error["message"]
     assert error["rank"] == 1
     assert status(gradus.run("fails", "loop"))["state"] == "failed"
-
-
-def python(gradus: Gradus, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=gradus.folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=90)
-    return process.returncode, out, err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -12,6 +12,7 @@ from own_loops import (
     evaluated_with_output,
     fitted,
     head_only,
+    kept_module,
     mean_over_parts,
     misused,
     own_recipe,
@@ -185,6 +186,12 @@ def test_a_loop_does_not_go_on_with_other_samples(pool: Pool, run: RunDirectory,
         ("vector", "a tensor of shape (8,)", ".mean()"),
         ("detached", "no gradient can flow", ".detach()"),
         ("number", "a Python float", None),
+        ("own backward", "backward has already gone through the graph", "leave out loss.backward(), optimizer.step()"),
+        ("optimizer first", "found SGD as the model", "run.prepare(model, optimizer, scheduler), in this order"),
+        ("scheduler second", "found StepLR as the optimizer", "in this order"),
+        ("data third", "found DataLoader as the scheduler", "data goes to run.batches(dataset)"),
+        ("loader", "run.batches: DataLoader does not give a sample by its number", "loader.dataset"),
+        ("loader for an evaluation", "run.evaluate: DataLoader does not give", "loader.dataset"),
     ],
 )
 def test_a_mistake_in_the_loop_is_explained(
@@ -193,6 +200,18 @@ def test_a_mistake_in_the_loop_is_explained(
     [(found, found_hint)] = pool.run(1, misused, str(run.path), how)
     assert message in found
     assert hint is None or hint in (found_hint or "")
+
+
+def test_a_module_that_was_kept_and_the_whole_state_dict_are_there_on_any_ranks(pool: Pool, tmp_path: Path) -> None:
+    def found(ranks: int, **plan: Any) -> tuple[str, dict[str, Any]]:
+        run = RunDirectory.create(tmp_path, "kept")
+        results: list[tuple[str, dict[str, Any]]] = pool.run(ranks, kept_module, str(run.path), plan)
+        return results[0]
+
+    note, alone = found(1)
+    for note, whole in (found(2), found(2, zero=3)):
+        assert note == "mine"
+        torch.testing.assert_close(whole, alone)
 
 
 @pytest.mark.parametrize("where", ["step", "evaluate"])

@@ -96,7 +96,9 @@ class Indexed:
             what = "has no length" if by_number else "does not give a sample by its number"
             hint = "samples are shuffled, shared among ranks and resumed by their numbers: collect them in a list"
             if isinstance(dataset, DataLoader):
-                hint = "return the dataset itself: batches are made from the recipe's `batch`"
+                own_loop = field.startswith("run.")
+                itself = "pass its dataset, loader.dataset" if own_loop else "return the dataset itself"
+                hint = f"{itself}: batches are made from the recipe's `batch`"
             raise InputError(
                 f"{field}: {type(dataset).__name__} {what}, allowed: a dataset with __len__ and __getitem__",
                 hint=hint,

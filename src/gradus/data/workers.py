@@ -102,6 +102,8 @@ class _Worker(Generic[Task]):
 class Workers(Generic[Task]):
     """`count` processes that do `work`. To be closed; `describe` says in an error what a worker was doing."""
 
+    _process_is_ending = staticmethod(sys.is_finalizing)  # kept here, since modules are emptied by then
+
     def __init__(
         self,
         work: Callable[[Task], Any],
@@ -164,7 +166,7 @@ class Workers(Generic[Task]):
 
     def close(self, at_once: bool = True) -> None:
         """End the workers; those that are idle may do so by themselves."""
-        if sys.is_finalizing() or not self._finalize.still_active():  # at the end of a process, they end with it
+        if self._process_is_ending() or not self._finalize.still_active():  # then they end with it
             return
         if not at_once:
             for worker in self._workers:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from gradus.data.loader import Indexed, MicroBatch
 from gradus.faults.signals import Signals, handled
-from gradus.record.format import count_text
+from gradus.record.format import count_text, first_line
 from gradus.record.lock import release
 from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
@@ -36,18 +36,18 @@ from gradus.training.described import described_as
 from gradus.training.device import compute_capability
 from gradus.training.graphed_step import GraphedStep
 from gradus.training.joining import Place, join, plan_file, write_files
-from gradus.training.leaving import end, tell_ending
+from gradus.training.leaving import end, tell_ending, tell_failure
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
 from gradus.training.loss_placement import with_loss_chunks
 from gradus.training.narrow_calls import hint_at_narrow_weights
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_evaluation import Results, measure_of
-from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
+from gradus.training.own_loss import backward_explained, own_sum_and_count
+from gradus.training.own_optimizer import check_arguments, check_optimizer, check_scheduler, note_learning_rates
 from gradus.training.own_process import Shown, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
 from gradus.training.readback import PendingNumbers
-from gradus.training.sum_and_count import sum_and_count
 
 
 class Run:
@@ -63,9 +63,10 @@ class Run:
         self._micro: MicroBatch | None = None  # handed out, and its loss not yet given to `step`
         self._forward: AbstractContextManager[None] | None = None
         self._stream: TimedBatches | None = None
+        self._handed_out: Generator[Any, None, None] | None = None  # by `batches`: the script may hold it longer
         self._waited_seconds = 0.0
         self._ending: Ending | None = None
-        self._failed = False
+        self._failed: str | None = None  # what did, if it has not been told
         self._told = False
         self._signals: Signals | None = None
         self._handling = ExitStack()  # of signals
@@ -139,6 +140,7 @@ class Run:
         of torch's is stepped once for each optimizer step from now on, by `step`, and kept in checkpoints.
         """
         live = self._live
+        check_arguments(model, optimizer, scheduler)
         if self._prepared:
             raise InputError("run.prepare: it was called before; one model and one optimizer to a run", field="prepare")
         double = live.numbers.parameters == torch.float64
@@ -158,7 +160,7 @@ class Run:
         if scheduler is not None:
             check_scheduler(scheduler, optimizer, live.recipe)
             live.scheduler = scheduler
-        with live.recorder.told_of_failure(), out_of_memory_explained(live):
+        with self._failing():
             begins = live.checkpoint is None
             described = described_as(live.recipe, model, live.world, divided=divided, load_weights=begins)
             choice = with_loss_chunks(self._place.choice, live.recipe, described.model, compute_capability(self.device))
@@ -179,9 +181,9 @@ class Run:
         """
         if not self._prepared:
             raise InputError("run.batches: call run.prepare(model, optimizer) first", field="batches")
-        live = self._live
-        with live.recorder.told_of_failure(), out_of_memory_explained(live):
-            live.use_data(Indexed(dataset, "run.batches"))
+        live, data = self._live, Indexed(dataset, "run.batches")
+        with self._failing():
+            live.use_data(data)
             live.check_same_data_on_ranks()
             live.begin()
         samples = live.samples.noted(live.loader.micro_batches(live.state.step, live.total_steps))
@@ -189,9 +191,20 @@ class Run:
         self._boundary = Boundary(live)
         live.watch.where.enter("hooks")
         live.hooks.on_start()
-        return self._micro_batches(self._boundary, self._stream)
+        self._handed_out = self._micro_batches(self._boundary, self._stream)
+        return self._handed_out
 
-    def _micro_batches(self, boundary: Boundary, stream: TimedBatches) -> Iterator[Any]:
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """If what is done inside fails, so has the run: also where the script catches that and comes to its end."""
+        try:
+            with self._live.recorder.told_of_failure(), out_of_memory_explained(self._live):
+                yield
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+
+    def _micro_batches(self, boundary: Boundary, stream: TimedBatches) -> Generator[Any, None, None]:
         try:
             while True:
                 if self._signals is not None:
@@ -211,6 +224,9 @@ class Run:
                             hint="call it once for each batch that run.batches gives; ranks wait for each other there",
                             field="step",
                         )
+        except Exception as error:
+            self._note_failure(error)
+            raise
         finally:
             self._live.watch.where.enter("after-loop")
             # Left with `break`, or by an exception: `finish` saves unless the script fails, which is not known here.
@@ -218,6 +234,7 @@ class Run:
                 self._forward.__exit__(None, None, None)
                 self._live.step.abandon()
             self._micro = self._forward = None
+            stream.close()
 
     def step(self, loss: Any) -> None:
         """Take the loss of the batch: a scalar mean, or `(sum, count)`; or a function that returns it for a batch.
@@ -232,10 +249,10 @@ class Run:
                 hint="call it once in the body of `for batch in run.batches(dataset)`",
                 field="step",
             )
-        self._failed = True  # unless it comes to its end
+        self._failed = f"step {self.steps_done + 1} failed"  # unless it comes to its end
         if callable(loss) and isinstance(live.step, GraphedStep):
             self._step_as_graphs(live.step, loss, micro, boundary, stream)
-            self._failed = False
+            self._failed = None
             return
         if callable(loss):
             loss = loss(micro.inputs)
@@ -244,21 +261,14 @@ class Run:
         loss_sum, count = self._sum_and_count(loss, micro)
         if micro.samples == 0:  # padding: this rank has no sample left in the last step of the run
             loss_sum, count = loss_sum * 0, count * 0
-        live.step.backward(loss_sum, count)
+        with backward_explained():
+            live.step.backward(loss_sum, count)
         if live.step.complete:
             self._apply(boundary, stream)
-        self._failed = False
+        self._failed = None
 
     def _sum_and_count(self, loss: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        context = self._live.plan.mesh.context
-        loss_sum, count = sum_and_count(loss, micro.samples, with_loss=True, what="run.step", context=context)
-        if not loss_sum.requires_grad:
-            raise InputError(
-                "run.step: no gradient can flow from this loss",
-                hint="compute it from the output of the prepared model, without .item(), .detach() or torch.no_grad()",
-                field="step",
-            )
-        return loss_sum, count
+        return own_sum_and_count(loss, micro.samples, self._live.plan.mesh.context)
 
     def _step_as_graphs(
         self,
@@ -331,8 +341,12 @@ class Run:
         """Close the run's record. Done by itself when the script ends; what is logged after it is lost."""
         if self._told:
             return
-        if self._failed:
-            self._fail("the loop failed")
+        if self._handed_out is not None:  # else what fetches data would last until Python takes its modules apart
+            self._handed_out.close()
+        if self._failed is not None:
+            self._fail(self._failed)
+            tell_failure(self._place.run, self._place.attempt, GradusError(self._failed), self.rank)
+            self._say_ending(f"failed: {self._failed}")
             return
         if self._ending is None:
             reason = f"the loop was left after {count_text(self.steps_done, 'step')}"
@@ -340,10 +354,17 @@ class Run:
         self._close_display()
         self._told = True
         tell_ending(self._live, self._ending)
-        if self._display is not None:
-            again = f"; continue with resume={str(self.directory)!r}" if self.stopped else ""
-            print(f"{self._ending.state}: {self._ending.reason}, run {self.directory}{again}", file=sys.stderr)
+        again = f"; continue with resume={str(self.directory)!r}" if self.stopped else ""
+        self._say_ending(f"{self._ending.state}: {self._ending.reason}", again)
         self._give_back()
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Its words alone: with it, tensors of the frames that it came through would be kept."""
+        self._failed = first_line(error) or type(error).__name__
+
+    def _say_ending(self, text: str, again: str = "") -> None:
+        if self._display is not None:
+            print(f"{text}, run {self.directory}{again}", file=sys.stderr)
 
     def _fail(self, message: str) -> None:
         self._told = True
@@ -370,6 +391,8 @@ class Run:
     ) -> None:
         if error is None:
             self.finish()
+        elif isinstance(error, Exception):
+            self._note_failure(error)  # which is told sooner if nobody catches it
 
     def _evaluator(self, dataset: Any) -> Evaluator:
         """Kept by dataset: one that is in memory goes to the device once."""

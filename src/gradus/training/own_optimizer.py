@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,24 @@ from gradus.schema.recipe import OWN, OptimizerBlock, Recipe
 from gradus.training.device import has_triton
 from gradus.training.narrow_weights import is_dense
 from gradus.training.optimizers import LR_FACTOR
+
+
+def check_arguments(model: Any, optimizer: Any, scheduler: Any) -> None:
+    """What `run.prepare` was given, each in its place."""
+    steps = callable(getattr(scheduler, "step", None)) and hasattr(scheduler, "optimizer")
+    wanted = (
+        ("model", model, isinstance(model, nn.Module), "a torch.nn.Module"),
+        ("optimizer", optimizer, optimizer is None or isinstance(optimizer, torch.optim.Optimizer), "one of torch's"),
+        ("scheduler", scheduler, scheduler is None or steps, "one of torch's"),
+    )
+    for name, given, fits, allowed in wanted:
+        if not fits:
+            raise InputError(
+                f"run.prepare: found {type(given).__name__} as the {name}, allowed: {allowed}",
+                hint="run.prepare(model, optimizer, scheduler), in this order; data goes to run.batches(dataset)",
+                field=name,
+                found=type(given).__name__,
+            )
 
 
 def note_learning_rates(optimizer: torch.optim.Optimizer, block: OptimizerBlock) -> str | None:

@@ -10,7 +10,9 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -19,7 +21,7 @@ from gradus.record.display import Display
 from gradus.record.polling import Polling
 from gradus.record.variables import ATTEMPT, RUN
 from gradus.schema.errors import EXIT_FAILED, GradusError
-from gradus.training.leaving import end, tell_failure
+from gradus.training.leaving import end, leave, tell_failure
 from gradus.training.out_of_memory import OutOfMemory
 
 POLL_SECONDS = 0.2
@@ -61,14 +63,17 @@ def on_failure(
 
     At once, because peers may be in a collective with this rank: closing the group would wait for them.
     """
+    _tell_ours_briefly()
     before = sys.excepthook
 
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if is_over():  # the run has told how it ended: what fails now is none of it
             before(kind, error, trace)
             return
-        error = explained(error)
-        close(str(error) or kind.__name__)
+        with _said_beside():
+            error = explained(error)
+        with _said_beside():
+            close(str(error) or kind.__name__)
         if isinstance(error, GradusError):
             _print_error(error)
         else:
@@ -77,15 +82,40 @@ def on_failure(
                 for note in getattr(error, "__notes__", ()):
                     print(note, file=sys.stderr)
         if isinstance(error, Exception):
-            tell_failure(run, attempt, error, rank)
+            with _said_beside():
+                tell_failure(run, attempt, error, rank)
         end(error.exit_code if isinstance(error, GradusError) else EXIT_FAILED)
 
     sys.excepthook = failed
 
 
+@contextmanager
+def _said_beside() -> Iterator[None]:
+    """What goes wrong while a failure is told is said as well. It must not take the failure's place."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+
+
+@cache
+def _tell_ours_briefly() -> None:
+    """Once for a process: an error of ours that is of no run, and that nobody catches, is told as the commands do."""
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, GradusError) or _somebody_types():
+            before(kind, error, trace)
+            return
+        _print_error(error)
+        leave(error.exit_code)
+
+    sys.excepthook = told
+
+
 def on_refusal(error: GradusError) -> None:
     """Bad input before there is a run: said in two lines, with the exit code that belongs to it."""
-    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:  # somebody types this: they want the exception
+    if _somebody_types():
         return
     before = sys.excepthook
 
@@ -100,6 +130,11 @@ def on_refusal(error: GradusError) -> None:
         end(error.exit_code if isinstance(error, GradusError) else EXIT_FAILED)
 
     sys.excepthook = told
+
+
+def _somebody_types() -> bool:
+    """Into a prompt or a notebook: they want the exception, and to go on."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
 
 
 def _print_error(error: GradusError) -> None:
