@@ -317,6 +317,18 @@ class Mixing(nn.Linear):
             return x @ self.weight.t() + self.bias
 
 
+def test_after_a_loop_that_is_left_nothing_is_computed_as_if_inside(tmp_path):
+    folder, model = str(RunDirectory.create(tmp_path, "left").path), nn.Linear(4, 1)
+    run = started(alone(torch.device("cpu")), folder, own_recipe(plan={"precision": "bf16"}))
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for inputs, _ in run.batches(user_code.Points()):
+        assert torch.is_autocast_enabled("cpu")
+        assert model(inputs).dtype == torch.bfloat16
+        break
+    assert not torch.is_autocast_enabled("cpu")
+    run.finish()
+
+
 def test_a_copy_of_the_model_is_a_plain_model(tmp_path):
     model = Net()
     looped(tmp_path, model)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -63,7 +64,9 @@ class Run:
         self._micro: MicroBatch | None = None  # handed out, and its loss not yet given to `step`
         self._forward: AbstractContextManager[None] | None = None
         self._stream: TimedBatches | None = None
-        self._handed_out: Generator[Any, None, None] | None = None  # by `batches`: the script may hold it longer
+        # By `batches`. The script may hold it longer than its loop; were it held here, a loop that is left with `break`
+        # would not end its last batch, and what comes after it would be computed as if inside.
+        self._handed_out: weakref.ref[Generator[Any, None, None]] | None = None
         self._waited_seconds = 0.0
         self._ending: Ending | None = None
         self._failed: str | None = None  # what did, if it has not been told
@@ -191,8 +194,9 @@ class Run:
         self._boundary = Boundary(live)
         live.watch.where.enter("hooks")
         live.hooks.on_start()
-        self._handed_out = self._micro_batches(self._boundary, self._stream)
-        return self._handed_out
+        handed_out = self._micro_batches(self._boundary, self._stream)
+        self._handed_out = weakref.ref(handed_out)
+        return handed_out
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -341,8 +345,9 @@ class Run:
         """Close the run's record. Done by itself when the script ends; what is logged after it is lost."""
         if self._told:
             return
-        if self._handed_out is not None:  # else what fetches data would last until Python takes its modules apart
-            self._handed_out.close()
+        handed_out = self._handed_out() if self._handed_out is not None else None
+        if handed_out is not None:  # else what fetches data would last until Python takes its modules apart
+            handed_out.close()
         if self._failed is not None:
             self._fail(self._failed)
             tell_failure(self._place.run, self._place.attempt, GradusError(self._failed), self.rank)
