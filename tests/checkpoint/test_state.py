@@ -40,6 +40,7 @@ class Counting(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"use": "adamw", "lr": 0.05, "weight_decay": 0.1},
+    "adamw with moments in bf16": {"use": "adamw", "lr": 0.05, "weight_decay": 0.1, "moments": "bf16"},
     "sgd": {"use": "sgd", "lr": 0.05},
     "sgd with momentum": {"use": "sgd", "lr": 0.05, "momentum": 0.9},
     "sgd with dampening": {"use": "sgd", "lr": 0.05, "momentum": 0.9, "dampening": 0.1},
@@ -103,6 +104,21 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_moments_of_adamw_change_their_format_with_the_recipe(saved: str, wanted: str) -> None:
+    model, optimizer = fresh({**OPTIMIZERS["adamw"], "moments": saved}, seed=1)
+    train(model, optimizer, 0, 4)
+    tensors, numbers = collect(model, optimizer)
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    other, other_optimizer = fresh({**OPTIMIZERS["adamw"], "moments": wanted}, seed=2)
+    restore_all(other, other_optimizer, tensors, numbers)
+    for before, after in zip(model.parameters(), other.parameters(), strict=True):
+        kept, found = optimizer.state[before]["exp_avg"], other_optimizer.state[after]["exp_avg"]
+        assert found.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[wanted]
+        torch.testing.assert_close(found.float(), kept.float(), rtol=2**-7, atol=0.0)
+    train(other, other_optimizer, 4, 6)
 
 
 def test_a_parameter_of_which_the_checkpoint_lacks_something_is_refused() -> None:

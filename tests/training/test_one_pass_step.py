@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training_cases import live_run, recipe_for
+from training_cases import MODELS, live_run, recipe_for
 
 from gradus.parallel.world import alone
 from gradus.record.directory import RunDirectory
@@ -40,7 +40,12 @@ def weights_of(live: LiveRun) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in live.model.parameters()])
 
 
-@pytest.mark.parametrize("changes", [{}, {"freeze": ["embedding.*"]}, {"plan": {"loss_chunks": 3}}], ids=str)
+NARROW_MOMENTS = {"optimizer": {**MODELS["gpt"]["optimizer"], "moments": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"freeze": ["embedding.*"]}, {"plan": {"loss_chunks": 3}}, NARROW_MOMENTS], ids=str
+)
 def test_the_run_is_the_same(changes, tmp_path, monkeypatch):
     begun = live_run(alone(CPU), str(RunDirectory.create(tmp_path, "begun").path), recipe_for("gpt"))
     plain, found = (run(tmp_path, one_pass, monkeypatch, **changes) for one_pass in (False, True))

@@ -95,7 +95,11 @@ def restore_optimizer(
         for name, parameter in _trained(model).items():
             state: dict[str, Any] = dict(numbers["parameters"].get(name, {}))
             for key, tensor in by_parameter.get(name, {}).items():
-                state[key] = _placed(tensor, parameter, optimizer)
+                placed = _placed(tensor, parameter, optimizer)
+                if isinstance(optimizer, torch.optim.AdamW) and key != "step":
+                    # Its moments may have been kept in another format.
+                    placed = placed.to(getattr(optimizer, "state_dtype", parameter.dtype))
+                state[key] = placed
             if state:
                 optimizer.state[parameter] = state
 

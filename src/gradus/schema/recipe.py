@@ -138,6 +138,13 @@ class OptimizerBlock(Named):
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     lr_batch: int | None = Field(None, ge=1)  # the batch that `lr` was chosen for
     groups: list[GroupBlock] = []
+    moments: Literal["fp32", "bf16"] = "fp32"  # the format of the state of adamw
+
+    @model_validator(mode="after")
+    def _only_adamw_has_narrow_moments(self) -> OptimizerBlock:
+        if self.moments != "fp32" and self.use != "adamw":
+            raise ValueError(f"moments: found {self.moments}, which only adamw has, and use is {self.use}")
+        return self
 
     @property
     def schedules(self) -> bool:

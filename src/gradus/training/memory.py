@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradus.parallel.blocks import parameter_count, repeated_blocks
 from gradus.planner.memory.model_state import ModelSize, ModelState
 from gradus.training.gradients import local
+from gradus.training.narrow_moments import NarrowMomentsAdamW
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,10 @@ def _tensors_for_each_parameter(optimizer: torch.optim.Optimizer | None) -> floa
         return 2
     for parameter, state in optimizer.state.items():
         if state and isinstance(parameter, Tensor) and parameter.numel() > 0:
-            return sum(v.numel() for v in state.values() if isinstance(v, Tensor) and v.ndim) / parameter.numel()
+            return sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.ndim) / parameter.nbytes
     settings = optimizer.defaults
+    if isinstance(optimizer, NarrowMomentsAdamW):
+        return 1
     if "betas" in settings or "rho" in settings:
         return 3 if settings.get("amsgrad") else 2
     return 1 if settings.get("momentum") else 0

@@ -2,7 +2,7 @@
 
 With narrow weights an update would otherwise go over memory five times: gradients are widened, scaled by clipping and
 applied, and the new weights are rounded. One kernel for all tensors does it with 28 bytes for each parameter in
-place of 52. Its state is that of torch's AdamW.
+place of 52. Its state is that of torch's AdamW; or its moments are in bf16 (narrow_moments.py), which leaves 20.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gradus.training.narrow_moments import NarrowMomentsAdamW
+from gradus.training.narrow_weights import is_dense
 
 PART, BLOCK, WARPS = 8192, 1024, 8  # numbers of a program, and at once: four to a thread
 
@@ -32,6 +36,23 @@ def _write(pointer, at, size, values, WHOLE: tl.constexpr):  # type: ignore[no-u
         tl.store(pointer + at, values)
     else:
         tl.store(pointer + at, values, mask=at < size)
+
+
+@triton.jit
+def _chance(at, step):  # type: ignore[no-untyped-def]
+    """As narrow_moments.py has it."""
+    bits = at.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B9
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _rounded(values, noise):  # type: ignore[no-untyped-def]
+    """Up or down to what bf16 has. What is not finite stays so."""
+    bits = values.to(tl.int32, bitcast=True)
+    up_or_down = ((bits + noise.to(tl.int32)) & -65536).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7F800000) == 0x7F800000, values, up_or_down)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -51,6 +72,8 @@ def _update_part(  # type: ignore[no-untyped-def]
     correction1,
     correction2,
     eps,
+    step,
+    STATE: tl.constexpr,
     NARROW: tl.constexpr,
     HAS_NARROW: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -61,13 +84,16 @@ def _update_part(  # type: ignore[no-untyped-def]
         at = start + block * BLOCK + tl.arange(0, BLOCK)
         gradient = _read(gradients, at, size, WHOLE).to(tl.float32) * factor
         weight = _read(weights, at, size, WHOLE)
-        first = (1 - left1) * _read(firsts, at, size, WHOLE) + left1 * gradient
-        second = (1 - left2) * _read(seconds, at, size, WHOLE) + left2 * gradient * gradient
+        first = (1 - left1) * _read(firsts, at, size, WHOLE).to(tl.float32) + left1 * gradient
+        second = (1 - left2) * _read(seconds, at, size, WHOLE).to(tl.float32) + left2 * gradient * gradient
         weight -= lr * decay * weight
         weight -= lr / correction1 * first / (tl.sqrt(second) / tl.sqrt(correction2) + eps)
+        if STATE.primitive_bitwidth < 32:
+            noise = _chance(at, step)
+            first, second = _rounded(first, noise >> 16), _rounded(second, noise & 0xFFFF)
         _write(weights, at, size, weight, WHOLE)
-        _write(firsts, at, size, first, WHOLE)
-        _write(seconds, at, size, second, WHOLE)
+        _write(firsts, at, size, first.to(STATE), WHOLE)
+        _write(seconds, at, size, second.to(STATE), WHOLE)
         if HAS_NARROW:
             _write(narrow, at, size, weight.to(NARROW), WHOLE)
 
@@ -88,6 +114,7 @@ def _update(  # type: ignore[no-untyped-def]
     decay,
     tensors,
     GRADIENT: tl.constexpr,
+    STATE: tl.constexpr,
     NARROW: tl.constexpr,
     HAS_NARROW: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -106,8 +133,8 @@ def _update(  # type: ignore[no-untyped-def]
     # Without knowing that tensors begin at multiples of 16 bytes, the compiler reads one number at a time.
     gradients = tl.multiple_of(tl.load(addresses).to(tl.pointer_type(GRADIENT)), ALIGNED)
     weights = tl.multiple_of(tl.load(addresses + tensors).to(tl.pointer_type(tl.float32)), ALIGNED)
-    firsts = tl.multiple_of(tl.load(addresses + 2 * tensors).to(tl.pointer_type(tl.float32)), ALIGNED)
-    seconds = tl.multiple_of(tl.load(addresses + 3 * tensors).to(tl.pointer_type(tl.float32)), ALIGNED)
+    firsts = tl.multiple_of(tl.load(addresses + 2 * tensors).to(tl.pointer_type(STATE)), ALIGNED)
+    seconds = tl.multiple_of(tl.load(addresses + 3 * tensors).to(tl.pointer_type(STATE)), ALIGNED)
     step = tl.load(tl.load(addresses + 4 * tensors).to(tl.pointer_type(tl.float32)))
     narrow = tl.multiple_of(tl.load(addresses + 5 * tensors).to(tl.pointer_type(NARROW)), ALIGNED)
     correction1 = (1 - tl.exp((step * log_beta1).to(tl.float64))).to(tl.float32)
@@ -131,6 +158,8 @@ def _update(  # type: ignore[no-untyped-def]
             correction1,
             correction2,
             eps,
+            step,
+            STATE,
             NARROW,
             HAS_NARROW,
             True,
@@ -154,6 +183,8 @@ def _update(  # type: ignore[no-untyped-def]
             correction1,
             correction2,
             eps,
+            step,
+            STATE,
             NARROW,
             HAS_NARROW,
             False,
@@ -196,6 +227,7 @@ class _Table:
     """Tensors of one parameter group that are updated alike, as the kernel finds them."""
 
     gradient_dtype: torch.dtype
+    state_dtype: torch.dtype  # of both moments
     narrow_dtype: torch.dtype | None  # of the copies, if they have such
     steps: list[Tensor]
 
@@ -305,7 +337,9 @@ class OnePassAdamW(torch.optim.AdamW):
         mine = [gradients[p] for p in trained]
         copies = [narrow[p] if has_narrow else p for p in trained]
         assert all(gradient.dtype == mine[0].dtype for gradient in mine), "one kernel reads them all"
+        assert all(moment.dtype == columns[0][0].dtype for column in columns[:2] for moment in column)
         table.gradient_dtype = mine[0].dtype
+        table.state_dtype = columns[0][0].dtype
         table.narrow_dtype = copies[0].dtype if has_narrow else None
         table.steps = columns[-1]
         table.point_at([mine, trained, *columns, copies])
@@ -331,6 +365,7 @@ class OnePassAdamW(torch.optim.AdamW):
             group["weight_decay"],
             len(table.numbers),
             GRADIENT=_NAMES[table.gradient_dtype],
+            STATE=_NAMES[table.state_dtype],
             NARROW=_NAMES[table.narrow_dtype or torch.float32],
             HAS_NARROW=table.narrow_dtype is not None,
             ALIGNED=16 if table.aligned else 1,
@@ -356,10 +391,18 @@ class OnePassAdamW(torch.optim.AdamW):
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state |= _new_state(parameter)
+            state |= self._new_state(parameter)
         elif not state["step"].is_cuda and parameter.is_cuda:  # of a state that an AdamW made which is not fused
             state["step"] = state["step"].to(parameter.device, torch.float32)
         return state
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """As torch's fused AdamW begins."""
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
 
     def set_rates(self) -> None:
         """The groups' learning rates, for an update that was recorded."""
@@ -380,14 +423,25 @@ class OnePassAdamW(torch.optim.AdamW):
                 table.settle()
 
 
+class OnePassNarrowMoments(NarrowMomentsAdamW, OnePassAdamW):
+    """The same with moments in bf16. A step without narrow weights is done by the kernel as well, unless parameters are
+    divided."""
+
+    def __init__(self, params: Any, lr: float, **options: Any) -> None:
+        super().__init__(params, lr=lr, **options)
+        self._step_supports_amp_scaling = False  # which is for torch's kernels
+        for settings in (self.defaults, *self.param_groups):
+            settings["fused"] = None  # so are they
+
+    def _step_all(self) -> None:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not all(p.is_cuda and not isinstance(p, DTensor) and is_dense(p) for p in trained):
+            super()._step_all()
+            return
+        ones = torch.ones((), device=trained[0].device)
+        for table in self._tables_of({p: p.grad for p in trained}, {}):
+            self._update(table, ones)
+
+
 def _recording(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _new_state(parameter: Tensor) -> dict[str, Tensor]:
-    """As torch's fused AdamW begins."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }

@@ -15,6 +15,7 @@ from gradus.schema.patterns import matching
 from gradus.schema.recipe import OptimizerBlock
 from gradus.training.device import has_triton
 from gradus.training.layerwise import Lamb, Lars
+from gradus.training.narrow_moments import NarrowMomentsAdamW
 
 LR_FACTOR = "lr_factor"  # in a parameter group: what the schedule's learning rate is multiplied with
 
@@ -27,10 +28,11 @@ def build_optimizer(model: nn.Module, block: OptimizerBlock, *, narrow_weights: 
     groups = parameter_groups(model, block)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in block.options.items()}
     try:
-        if narrow_weights and block.use == "adamw" and has_triton():
-            from gradus.training.one_pass_adamw import OnePassAdamW  # which needs Triton
+        on_gpu = all(p.is_cuda for group in groups for p in group["params"])
+        if block.use == "adamw" and has_triton() and (narrow_weights or (block.moments == "bf16" and on_gpu)):
+            from gradus.training.one_pass_adamw import OnePassAdamW, OnePassNarrowMoments  # which need Triton
 
-            return OnePassAdamW(groups, lr=block.lr, **options)
+            return (OnePassNarrowMoments if block.moments == "bf16" else OnePassAdamW)(groups, lr=block.lr, **options)
         return _built(groups, block, options)
     except (TypeError, ValueError, IndexError) as error:
         raise InputError(f"optimizer: {block.use} refused its settings: {error}", field="optimizer") from error
@@ -90,6 +92,8 @@ def _built(groups: list[dict[str, Any]], block: OptimizerBlock, options: dict[st
                 field="optimizer.use",
             )
         return built
+    if block.moments == "bf16":
+        return NarrowMomentsAdamW(groups, lr=block.lr, **options)
     if block.use == "adamw":
         return torch.optim.AdamW(groups, lr=block.lr, fused=True, **options)
     if block.use == "sgd":

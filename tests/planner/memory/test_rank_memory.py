@@ -342,6 +342,7 @@ def test_the_stated_error_is_that_of_what_the_prediction_rests_on() -> None:
     [
         ("adamw", {}, 2),
         ("adamw", {"amsgrad": True}, 3),
+        ("adamw", {"moments": "bf16"}, 1),  # two of half the size
         ("sgd", {}, 0),
         ("sgd", {"momentum": 0.9}, 1),
         ("adadelta", {}, 2),

@@ -88,6 +88,8 @@ def optimizer_tensors(block: OptimizerBlock) -> tuple[float, float]:
     kept, made = OPTIMIZERS.get(block.use, OWN_OPTIMIZER)
     if block.use == "adamw" and block.options.get("amsgrad"):
         kept += 1
+    if block.moments == "bf16":  # counted as elements of 32 bits
+        kept /= 2
     if block.use == "sgd" and block.options.get("momentum"):
         kept += 1
     return kept, made

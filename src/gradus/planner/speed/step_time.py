@@ -57,6 +57,9 @@ ROUNDING_BYTES, WIDENING_BYTES = 6.0, 6.0
 # AdamW with narrow weights in one pass: a gradient of 16 bits is read, weight and moments are read and written, and the
 # weight is written in 16 bits as well. Clipping scales on the way, and its norm reads the narrow gradient.
 ONE_PASS_BYTES, NARROW_NORM_BYTES = 28.0, 2.0
+# With moments in bf16: in one pass, both are read and written in half of the bytes; otherwise by one operator after
+# another, counted in training/narrow_moments.py.
+ONE_PASS_NARROW_MOMENTS_BYTES, NARROW_MOMENTS_BYTES = 20.0, 490.0
 # That the host needs for a step that is recorded: three launches, copies of a batch and of learning rates, and reading
 # numbers back. Measured as an order of magnitude: a tiny GPT took 0.56 ms a step on an H200, device included.
 GRAPHS_SECONDS = 0.15e-3
@@ -75,6 +78,7 @@ class StepFacts:
     data_seconds: float = 0.0  # that a step waits for its samples; unknown counts as none
     updates_in_one_pass: bool = False  # of narrow weights, where the plan lets it; see one_pass.py
     hooks: bool = False  # which may write weights between steps
+    narrow_moments: bool = False  # of adamw
 
     @classmethod
     def of(cls, recipe: Recipe) -> StepFacts:
@@ -85,6 +89,7 @@ class StepFacts:
             recipe.optimizer.clip is not None,
             updates_in_one_pass=offers_one_pass(recipe),
             hooks=bool(recipe.hooks),
+            narrow_moments=recipe.optimizer.moments == "bf16",
         )
 
 
@@ -362,8 +367,10 @@ def _optimizer(stretches: list[Stretch], plan: Plan, device: Device, facts: Step
     if facts.optimizer == "sgd" and not facts.momentum:
         each = 12.0
     around = _around_update(plan, facts)
+    if facts.narrow_moments:
+        each = NARROW_MOMENTS_BYTES
     if in_one_pass(plan, offered=facts.updates_in_one_pass):
-        each = ONE_PASS_BYTES
+        each = ONE_PASS_NARROW_MOMENTS_BYTES if facts.narrow_moments else ONE_PASS_BYTES
     rate = device.bytes_per_second * speeds.bandwidth["optimizer"]
     if plan.offload == "cpu":
         crossing = 2 * 4.0 * trained / speeds.host_copy_bytes_per_second  # gradients there, parameters back
