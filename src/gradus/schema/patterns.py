@@ -24,7 +24,7 @@ def _no_match(pattern: str, known: list[str], field: str) -> InputError:
     shown = ", ".join(known[:NAMES_SHOWN]) + (", ..." if len(known) > NAMES_SHOWN else "")
     return InputError(
         f"{field}: {pattern!r} matches none of {len(known)} names"
-        + (f"; did you mean {close!r}?" if close else "")
+        + (f"; did you mean {close!r}?" if close else ".")
         + f" They are: {shown or 'none'}",
         hint="`*` stands for any text, as in `blocks.0.*`",
         field=field,
