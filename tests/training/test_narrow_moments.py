@@ -128,6 +128,13 @@ def test_without_narrow_weights_the_kernel_steps_as_well() -> None:
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
 
 
+def test_a_number_of_steps_that_lies_elsewhere_is_brought_to_its_parameter() -> None:
+    parameter = nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = NarrowMomentsAdamW([parameter], lr=0.1)
+    optimizer.state[parameter] |= {**optimizer._new_state(parameter), "step": torch.tensor(2.0)}  # as restored
+    assert optimizer._state_of(parameter)["step"].device == parameter.device
+
+
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [optimizer.state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
 

@@ -67,7 +67,7 @@ class NarrowMomentsAdamW(torch.optim.AdamW):
         state = self._state_of(parameter)
         state["step"] += 1
         tensors = [local(tensor) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
-        step = state["step"].to(tensors[0].device)
+        step = state["step"]
         for weights, gradients, mean, square, places in _pieces([*tensors, places_of(parameter)]):
             noise = chance(places, step)
             beta1, beta2 = group["betas"]
@@ -84,6 +84,8 @@ class NarrowMomentsAdamW(torch.optim.AdamW):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state |= self._new_state(parameter)
+        # A checkpoint puts numbers of steps on the host, and a kernel reads them where the parameter is.
+        state["step"] = state["step"].to(local(parameter).device, torch.float32)
         return state
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
