@@ -32,6 +32,7 @@ from gradus.record.lock import release
 from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
+from gradus.training.compiled_in_place import compiled_in_place
 from gradus.training.described import described_as
 from gradus.training.device import compute_capability
 from gradus.training.graphed_step import GraphedStep
@@ -141,6 +142,7 @@ class Run:
         live = self._live
         if self._prepared:
             raise InputError("run.prepare: it was called before; one model and one optimizer to a run", field="prepare")
+        model = compiled_in_place(model)
         double = live.numbers.parameters == torch.float64
         divided = live.plan.divided  # then each rank gets its part of rank 0's values, and no device all of them
         model = model.to(device=None if divided else self.device, dtype=torch.float64 if double else None)
@@ -184,6 +186,7 @@ class Run:
             live.use_data(Indexed(dataset, "run.batches"))
             live.check_same_data_on_ranks()
             live.begin()
+        compiled_in_place(live.model)  # what the script has compiled since `prepare`
         samples = live.samples.noted(live.loader.micro_batches(live.state.step, live.total_steps))
         self._stream = TimedBatches(samples, live.watch.where)
         self._boundary = Boundary(live)
