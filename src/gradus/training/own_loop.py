@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +41,7 @@ from gradus.training.leaving import end, tell_ending
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
 from gradus.training.loss_placement import with_loss_chunks
-from gradus.training.narrow_calls import hint_at_narrow_weights
+from gradus.training.narrow_calls import hint_at_narrow_weights, narrow_calls
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_evaluation import Results, measure_of
 from gradus.training.own_optimizer import check_optimizer, check_scheduler, note_learning_rates
@@ -195,6 +195,12 @@ class Run:
         return self._micro_batches(self._boundary, self._stream)
 
     def _micro_batches(self, boundary: Boundary, stream: TimedBatches) -> Iterator[Any]:
+        step = self._live.step
+        calls = narrow_calls(step.model, step, self._live.warn) if step.has_narrow_weights else nullcontext()
+        with closing(stream), calls:
+            yield from self._until_end(boundary, stream)
+
+    def _until_end(self, boundary: Boundary, stream: TimedBatches) -> Iterator[Any]:
         try:
             while True:
                 if self._signals is not None:
