@@ -50,6 +50,7 @@ def fitted(
     stop_step: int | None = None,
     break_step: int | None = None,
     hidden: int = 0,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """The loop of the documentation, to its end. What it left."""
     run = started(world, folder, recipe, attempt)
@@ -61,6 +62,8 @@ def fitted(
         model = torch.nn.Sequential(
             torch.nn.Linear(4, hidden), *inner, torch.nn.Dropout(0.1), torch.nn.Linear(hidden, 1)
         )
+    if compiled:
+        model = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model, optimizer = run.prepare(model, optimizer)
     batches, evaluations = 0, []

@@ -86,6 +86,20 @@ def test_a_stopped_loop_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, ranks: i
     assert losses(cut) == losses(whole)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("compiled", [(False, True), (True, False)])
+def test_a_loop_goes_on_with_and_without_a_compiler(
+    pool: Pool, tmp_path: Path, zero: int, compiled: tuple[bool, bool]
+) -> None:
+    recipe = own_recipe(deterministic=True, plan={"zero": zero, "precision": "fp32"})
+    whole, cut = RunDirectory.create(tmp_path, "whole"), RunDirectory.create(tmp_path, "cut")
+    pool.run(2, fitted, str(whole.path), recipe, 1, None, None, 16)
+    pool.run(2, fitted, str(cut.path), recipe, 1, None, 4, 16, compiled[0])
+    pool.run(2, fitted, str(cut.path), recipe, 2, None, None, 16, compiled[1])
+    assert len(losses(cut)) == 10
+    assert losses(cut) == losses(whole)
+
+
 def test_evaluations_are_recorded_and_can_end_the_loop(pool: Pool, tmp_path: Path) -> None:
     results = []
     for ranks in (1, 2):

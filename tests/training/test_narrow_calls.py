@@ -60,6 +60,18 @@ class Wrong(Net):
         raise TypeError(f"with {self.last.weight.dtype}")
 
 
+class Small(nn.Module):
+    """Without anything that is another in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x).relu())
+        return y
+
+
 Body = Callable[[nn.Module, Any], Any]
 
 
@@ -76,6 +88,7 @@ def looped(
     plan: dict[str, Any] | None = None,
     trained: nn.Module | None = None,
     adjust: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
+    after: Callable[[nn.Module], nn.Module] = lambda model: model,
     **changes: Any,
 ) -> tuple[Run, list[float]]:
     """A loop with narrow weights, and its losses."""
@@ -89,6 +102,7 @@ def looped(
     optimizer = torch.optim.AdamW((trained or model).parameters(), lr=0.01)
     adjust(optimizer)
     model, _ = run.prepare(model, optimizer)
+    model = after(model)
     for batch in run.batches(user_code.Points()):
         run.step(body(model, batch))
     run.finish()
@@ -307,6 +321,129 @@ def test_a_compiled_model_is_refused_and_taken_alike(tmp_path, compiled_by):
         run, _ = looped(tmp_path / kind.__name__, model, plan=plan, steps=2)
         assert run._live.step.has_narrow_weights == narrow
         assert len(warnings_of(run)) == (not narrow)
+
+
+AS_IT_IS = {"backend": "eager"}  # traced, and computed bit for bit as without a compiler
+
+
+class Graphs(list[torch.fx.GraphModule]):
+    """A backend of torch.compile that computes bit for bit as without a compiler."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.append(graph)
+        return graph.forward
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_its_script_compiles_after_prepare_is_one_graph_with_narrow_weights(tmp_path, fullgraph):
+    """The compiler meets nothing of ours that it would have to trace."""
+    torch._dynamo.reset()
+    graphs = Graphs()
+    run, losses = looped(
+        tmp_path / "compiled", Small(), after=lambda model: torch.compile(model, fullgraph=fullgraph, backend=graphs)
+    )
+    _, plain = looped(tmp_path / "plain", Small())
+    assert losses == plain
+    assert warnings_of(run) == []
+    assert run._live.step.has_narrow_weights
+    [graph] = graphs
+    weights = [node.meta["example_value"] for node in graph.graph.nodes if "parameters" in node.name]
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_sequence_that_its_script_compiles_after_prepare_does_without_and_the_run_says_why(tmp_path, fullgraph):
+    """The compiler begins outside of it, and looks past what is around a call."""
+    torch._dynamo.reset()
+    layers = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)
+    graphs = Graphs()
+    run, losses = looped(
+        tmp_path / "narrow",
+        nn.Sequential(*layers),
+        after=lambda model: torch.compile(model, fullgraph=fullgraph, backend=graphs),
+    )
+    _, wide = looped(tmp_path / "wide", nn.Sequential(*layers), plan={"narrow_weights": False})
+    assert len(graphs) == 1
+    assert losses == wide
+    [told] = warnings_of(run)
+    assert "without weights in 16 bits (plan.narrow_weights)" in told
+    assert "torch.compile(model) before run.prepare" in told
+    assert run._live.step._narrow is None
+    assert run._live.step._one_pass is None
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_its_script_compiles_after_prepare_may_refuse_them(tmp_path, fullgraph):
+    torch._dynamo.reset()
+    run, losses = looped(
+        tmp_path / "refusing", Mixing(4, 1), after=lambda model: torch.compile(model, fullgraph=fullgraph, **AS_IT_IS)
+    )
+    _, wide = looped(tmp_path / "wide", Mixing(4, 1), plan={"narrow_weights": False})
+    assert losses == wide
+    [told] = warnings_of(run)
+    assert "does not take weights in 16 bits" in told
+
+
+def test_a_function_that_its_script_compiles_around_the_model_is_one_graph(tmp_path):
+    torch._dynamo.reset()
+    model = Net()
+    run, _ = looped(tmp_path, model, torch.compile(loss_of, fullgraph=True, **AS_IT_IS))
+    assert set(model.formats) == {torch.float32}
+    assert len(warnings_of(run)) == 1
+
+
+@pytest.mark.parametrize("when", ["after prepare", "before prepare"])
+def test_a_model_that_is_compiled_in_place_has_narrow_weights(tmp_path, when):
+    torch._dynamo.reset()
+    model = Net()
+
+    def compile_it(model: nn.Module) -> nn.Module:
+        model.compile(fullgraph=True, **AS_IT_IS)
+        return model
+
+    if when == "before prepare":
+        run, _ = looped(tmp_path, compile_it(model))
+    else:
+        run, _ = looped(tmp_path, model, after=compile_it)
+    assert model.formats == [torch.bfloat16] * 4
+    assert run._live.step.has_narrow_weights
+    assert warnings_of(run) == []
+
+
+def test_a_script_that_goes_on_with_what_it_compiled_before_prepare_has_narrow_weights(tmp_path):
+    torch._dynamo.reset()
+    model = Net()
+    wrapper = torch.compile(model, fullgraph=True, **AS_IT_IS)
+    run, _ = looped(tmp_path, wrapper, after=lambda prepared: wrapper)
+    assert model.formats == [torch.bfloat16] * 4
+    assert warnings_of(run) == []
+
+
+@pytest.mark.parametrize("how", ["compiles in place", "calls its parts"])
+def test_a_loop_that_no_longer_calls_the_prepared_model_is_told(tmp_path, how):
+    """Its gradients are not rounded for an optimizer that takes those of copies."""
+    torch._dynamo.reset()
+    model = Net()
+    calls = []
+
+    def body(prepared: nn.Module, batch: Any) -> Tensor:
+        calls.append(how)
+        if len(calls) == 3 and how == "compiles in place":
+            prepared.compile(**AS_IT_IS)
+        if len(calls) >= 3 and how == "calls its parts":
+            return loss_of(prepared.forward, batch)
+        return loss_of(prepared, batch)
+
+    run, _ = looped(tmp_path, model, body)
+    assert model.formats == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert len(warnings_of(run)) == 1
+    assert not run._live.step.has_narrow_weights
+
+
+def test_after_the_loop_the_model_is_called_as_before_it(tmp_path):
+    model = Net()
+    looped(tmp_path, model)
+    assert model._compiled_call_impl is None
 
 
 class Mixing(nn.Linear):

@@ -20,6 +20,7 @@ from typing import Any
 
 from gradus.checkpoint.commit import FORMAT, MANIFEST, committed_text, tiles
 from gradus.checkpoint.digest import BLOCK_BYTES, digest, file_digest
+from gradus.checkpoint.own_names import by_own_names
 from gradus.checkpoint.part import COMMITTED
 from gradus.checkpoint.patience import GONE, patiently
 from gradus.checkpoint.step_folder import step_folders, step_of
@@ -91,10 +92,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def stored_tensors(path: Path, manifest: Mapping[str, Any], local: Path | None = None) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint, of which no byte is read yet. With `local`, from copies there where they exist."""
+    """The tensors of a checkpoint, of which no byte is read yet. With `local`, from copies there where they exist.
+
+    By their own names: models that were compiled once had others in checkpoints.
+    """
     with _readable(path / MANIFEST):
-        where = {name: _chosen(name, path, local, described["bytes"]) for name, described in manifest["files"].items()}
-        return {name: _stored(name, entry, manifest["files"], where) for name, entry in manifest["tensors"].items()}
+        files, entries = manifest["files"], manifest["tensors"]
+        where = {name: _chosen(name, path, local, described["bytes"]) for name, described in files.items()}
+        return by_own_names({name: _stored(name, entry, files, where) for name, entry in entries.items()})
 
 
 def _chosen(name: str, path: Path, local: Path | None, size: int) -> tuple[Path, Path | None]:

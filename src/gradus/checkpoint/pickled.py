@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradus.checkpoint.own_names import by_own_names
 from gradus.record.format import first_line
 from gradus.schema.errors import InputError
 
 _NESTED = ("state_dict", "model_state_dict", "model", "module", "weights")
-_WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before every name
+_WRAPPER = "module."  # what DDP puts before every name
 _NAMES_SHOWN = 5
 
 
@@ -25,15 +26,11 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 
 
 def stripped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what DDP and torch.compile put before each of them, in whatever order and number."""
-    names = {name: name for name in tensors}
-    while True:
-        common = next((w for w in _WRAPPERS if names and all(short.startswith(w) for short in names.values())), None)
-        if common is None:
-            break
-        names = {name: short.removeprefix(common) for name, short in names.items()}
-    # torch.compile on single blocks leaves its mark inside names.
-    return {short.replace("._orig_mod.", "."): tensors[name] for name, short in names.items()}
+    """Names without what torch.compile puts into some of them, and DDP before each, in whatever order and number."""
+    own = by_own_names(tensors)
+    while own and all(name.startswith(_WRAPPER) for name in own):
+        own = {name.removeprefix(_WRAPPER): tensor for name, tensor in own.items()}
+    return own
 
 
 def _loaded(path: Path) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradus.checkpoint.base import base_of, fingerprint_tensor
+from gradus.checkpoint.own_names import by_own_names, own_name
 from gradus.checkpoint.reading import DTYPES, files_kept_open, read_rows, read_tensor
 from gradus.checkpoint.tensor_file import StoredTensor
 from gradus.checkpoint.weights import ADAPTER_MARK, MODEL_PREFIX
@@ -83,6 +84,7 @@ def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Saved, numbers: Mapping[str, Any], *, groups: bool
 ) -> None:
     """Put the optimizer's state back. With `groups`, also what some optimizers keep in their parameter groups."""
+    of_parameters = by_own_names(numbers["parameters"])
     if groups:
         _restore_groups(model, optimizer, numbers["groups"])
     by_parameter: dict[str, dict[str, Tensor | StoredTensor]] = {}
@@ -90,10 +92,10 @@ def restore_optimizer(
         if name.startswith(OPTIMIZER_PREFIX):
             parameter_name, _, key = name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
             by_parameter.setdefault(parameter_name, {})[key] = tensor
-    _check_none_lacks(model, optimizer, by_parameter, numbers["parameters"])
+    _check_none_lacks(model, optimizer, by_parameter, of_parameters)
     with files_kept_open():
         for name, parameter in _trained(model).items():
-            state: dict[str, Any] = dict(numbers["parameters"].get(name, {}))
+            state: dict[str, Any] = dict(of_parameters.get(name, {}))
             for key, tensor in by_parameter.get(name, {}).items():
                 placed = _placed(tensor, parameter, optimizer)
                 if isinstance(optimizer, torch.optim.AdamW) and key != "step":
@@ -189,7 +191,7 @@ def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, saved: S
     """By the names of their members: on another mesh there may be more groups, or fewer, of the same parameters."""
     for group, here in zip(optimizer.param_groups, _groups(model, optimizer), strict=True):
         members = set(here["names"])
-        sources = [was for was in saved if members & set(was["names"])]
+        sources = [was for was in saved if members & set(map(own_name, was["names"]))]
         if any(was["numbers"] != sources[0]["numbers"] for was in sources[1:]):
             raise InputError(
                 f"optimizer: a group of {len(members)} parameters was {len(sources)} groups with other settings in the "

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradus.checkpoint.manifest import committed_steps, is_checkpoint, stored_tensors, verify_folder
+from gradus.checkpoint.own_names import by_own_names
 from gradus.checkpoint.tensor_file import StoredTensor, read_header
 from gradus.schema.errors import GradusError, InputError
 
@@ -59,7 +60,7 @@ def open_weights(path: Path, field: str = "model.weights", *, every_byte: bool =
     files = sorted(path.glob("*.safetensors"))
     chosen = path / SINGLE if path / SINGLE in files else files[0] if len(files) == 1 else None
     if chosen is not None:
-        return Weights(path, read_header(chosen, field).tensors, _config(path, field))
+        return Weights(path, _in_file(chosen, field), _config(path, field))
     raise _no_weights(path, [file.name for file in files], field)
 
 
@@ -68,7 +69,11 @@ def _single_file(path: Path, field: str, every_byte: bool) -> Weights:
         raise _pickled(path, field)
     if path.name == INDEX or is_checkpoint(path.parent):  # one file of several
         return open_weights(path.parent, field, every_byte=every_byte)
-    return Weights(path, read_header(path, field).tensors, _config(path.parent, field) if path.name == SINGLE else None)
+    return Weights(path, _in_file(path, field), _config(path.parent, field) if path.name == SINGLE else None)
+
+
+def _in_file(path: Path, field: str) -> Mapping[str, StoredTensor]:
+    return MappingProxyType(by_own_names(read_header(path, field).tensors))
 
 
 def _checkpoint(path: Path, field: str, every_byte: bool) -> Weights:
@@ -106,7 +111,7 @@ def _sharded(folder: Path, field: str) -> Mapping[str, StoredTensor]:
             field=field,
             found=absent,
         )
-    return MappingProxyType({name: files[file][name] for name, file in where.items()})
+    return MappingProxyType(by_own_names({name: files[file][name] for name, file in where.items()}))
 
 
 def _config(folder: Path, field: str) -> Mapping[str, Any] | None:

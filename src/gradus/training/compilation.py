@@ -35,15 +35,19 @@ def compile_model(model: nn.Module) -> None:
 
 
 def compile_part(part: nn.Module, **how: Any) -> None:
-    """As `part.compile`, also for modules of torch's own, such as nn.Sequential; `how` is for torch.compile.
+    """As `part.compile`, unless its user has compiled it; `how` is for torch.compile."""
+    is_one_kernel = _computes_as_torchs_own(part) and not any(True for _ in part.children())
+    if part._compiled_call_impl is None and not is_one_kernel:
+        part._compiled_call_impl = torch.compile(call_to_compile(part), **how)
+
+
+def call_to_compile(part: nn.Module) -> Callable[..., Any]:
+    """What `part.compile` compiles, also for modules of torch's own, such as nn.Sequential.
 
     The compiler does not look into torch's own files, unless it comes from elsewhere: for such modules that method does
     nothing, without a word.
     """
-    if not _computes_as_torchs_own(part):
-        part.compile(**how)
-    elif any(True for _ in part.children()):  # a single layer is one kernel anyway
-        part._compiled_call_impl = torch.compile(_called_from_here(part), **how)
+    return _called_from_here(part) if _computes_as_torchs_own(part) else part._call_impl
 
 
 def _computes_as_torchs_own(part: nn.Module) -> bool:

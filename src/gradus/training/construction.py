@@ -14,6 +14,7 @@ from gradus.schema.callables import import_callable, is_import_path
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.recipe import DataBlock, Recipe
 from gradus.schema.user_code import user_code
+from gradus.training.compiled_in_place import compiled_in_place
 from gradus.training.randomness import seed_for_construction
 
 _KEYS_OF_ANY_DATA = [*(name for name in DataBlock.model_fields if name != "use"), "validation"]
@@ -35,6 +36,7 @@ def constructed(recipe: Recipe, dtype: torch.dtype) -> nn.Module:
         raise InputError(
             f"model.use: {use} returned {type(model).__name__}, allowed: a torch.nn.Module", field="model.use"
         )
+    model = compiled_in_place(model)
     if not model.training:  # as `from_pretrained` leaves it; parts that are frozen in a model in training mode stay so
         model.train()
     return model.to(dtype=dtype) if dtype == torch.float64 else model

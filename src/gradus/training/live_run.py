@@ -65,7 +65,6 @@ from gradus.training.float8 import Float8Layers, choose_layers
 from gradus.training.graphed_step import GraphedStep
 from gradus.training.hooks import Hooks
 from gradus.training.loss_placement import chunk_loss, may_chunk
-from gradus.training.narrow_calls import call_with_narrow_weights
 from gradus.training.objective import Objective
 from gradus.training.optimizers import build_optimizer
 from gradus.training.out_of_memory import out_of_memory_explained
@@ -313,13 +312,11 @@ class LiveRun:
             narrow_in_calls=self.objective is None,
         )
         if isinstance(self.step, GraphedStep):
-            self.step.tell = self._warn
-        if self.objective is None and self.step.has_narrow_weights:
-            call_with_narrow_weights(wrapped, self.step, self._warn)
+            self.step.tell = self.warn
         self.step.own = self.watch.own
         self.watch.own.watch_gradients(self.step.model)
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
         self.recorder.event("warning", message=message)
 
     def restore(self) -> bool:

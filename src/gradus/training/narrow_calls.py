@@ -7,7 +7,8 @@ such a model. So where a call fails that does not with wide weights, the run goe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,41 +25,87 @@ REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
 _DUE_TO_COPIES = re.compile(
     r"appears to not have been used in the graph|BFloat16|Half|float16|same dtype|scalar type|different metadata"
 )
+_NO_CALL = (
+    "no call of it went into the loss, or one that the script compiled after run.prepare; "
+    "torch.compile(model) before run.prepare keeps them"
+)
 HINT = "the model computes with copies of its weights in 16 bits; its own would be used with plan.narrow_weights=false"
 
 
-def call_with_narrow_weights(model: nn.Module, step: TrainingStep, tell: Callable[[str], None]) -> None:
-    """Have the model's calls, in place, use the narrow weights of `step`. `tell` is told if it does not take them."""
-    inside: Callable[..., Any] = model._compiled_call_impl or model._call_impl
-    has_taken_them = False
+@contextmanager
+def narrow_calls(model: nn.Module, step: TrainingStep, tell: Callable[[str], None]) -> Iterator[None]:
+    """Inside, calls of the model use the narrow weights of `step`. `tell` is told if they do not."""
+    outermost = model._compiled_call_impl
+    inside: Callable[..., Any] = outermost or model._call_impl
+    attempts = _Attempts(model, step, tell)
+    # Where the script compiles the prepared model, what is inside of a call is traced, and nothing of this.
+    untraced: Callable[..., Any] = torch.compiler.disable
+    begin, taken = untraced(attempts.begin), untraced(attempts.taken)
+    may_be_refused, settle = untraced(attempts.may_be_refused), untraced(attempts.settle)
 
     def called(*positional: Any, **named: Any) -> Any:
-        nonlocal has_taken_them
-        refusal: str | None = None
-        before = None
-        with step.narrow_call() as narrow:
-            if narrow:
-                before = None if has_taken_them else _Before(model)
-                try:
-                    answer = inside(*positional, **named)
-                except REFUSALS as error:
-                    if is_out_of_memory(error) or step.is_recording:
-                        raise
-                    refusal = f"{type(error).__name__}: {first_line(error)}"  # not itself: it holds the activations
-                else:
-                    has_taken_them = True
-                    return answer
-        if before is not None:
-            before.put_back()
+        if begin():
+            try:
+                answer = inside(*positional, **named)
+            except BaseException as error:
+                if not may_be_refused(error):
+                    raise
+            else:
+                taken()
+                return answer
         answer = inside(*positional, **named)
-        if refusal is not None:
-            step.refuse_narrow()
-            tell(f"the model does not take weights in 16 bits, and goes on without (plan.narrow_weights): {refusal}")
+        settle()
         return answer
 
-    # The outermost of what a call goes through: what is inside may be compiled, but not this. A copy of the model does
-    # not get it.
-    model._compiled_call_impl = torch.compiler.disable(called, recursive=False)  # type: ignore[no-untyped-call]
+    step.on_wide_loss = lambda: tell(f"the model goes on without weights in 16 bits (plan.narrow_weights): {_NO_CALL}")
+    ours = untraced(called, recursive=False)
+    model._compiled_call_impl = ours  # the outermost of what a call goes through; a copy of the model does not get it
+    try:
+        yield
+    finally:
+        if model._compiled_call_impl is ours:  # and not something that the script has put there
+            model._compiled_call_impl = outermost
+
+
+class _Attempts:
+    """Calls with narrow weights, of which the first shows whether the model takes them."""
+
+    def __init__(self, model: nn.Module, step: TrainingStep, tell: Callable[[str], None]) -> None:
+        self._model, self._step, self._tell = model, step, tell
+        self._has_taken_them = False
+        self._before: _Before | None = None
+        self._refusal: str | None = None
+
+    def begin(self) -> bool:
+        """Whether this call has narrow weights."""
+        self._refusal = None
+        if not self._step.begin_narrow_call():
+            return False
+        self._before = None if self._has_taken_them else _Before(self._model)
+        return True
+
+    def taken(self) -> None:
+        self._step.end_narrow_call()
+        self._has_taken_them, self._before = True, None
+
+    def may_be_refused(self, error: BaseException) -> bool:
+        """Whether it failed in a way that it may not with wide weights: then it is called with those."""
+        self._step.end_narrow_call()
+        if not isinstance(error, REFUSALS) or is_out_of_memory(error) or self._step.is_recording:
+            return False
+        self._refusal = f"{type(error).__name__}: {first_line(error)}"  # not itself: it holds the activations
+        if self._before is not None:
+            self._before.put_back()
+        return True
+
+    def settle(self) -> None:
+        """With wide weights it did not fail."""
+        if self._refusal is None:
+            return
+        self._step.refuse_narrow()
+        self._tell(
+            f"the model does not take weights in 16 bits, and goes on without (plan.narrow_weights): {self._refusal}"
+        )
 
 
 def hint_at_narrow_weights(error: BaseException) -> None:

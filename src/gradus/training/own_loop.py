@@ -16,7 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,7 @@ from gradus.record.lock import release
 from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
+from gradus.training.compiled_in_place import compiled_in_place
 from gradus.training.described import described_as
 from gradus.training.device import compute_capability
 from gradus.training.graphed_step import GraphedStep
@@ -41,7 +42,7 @@ from gradus.training.leaving import end, tell_ending, tell_failure
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
 from gradus.training.loss_placement import with_loss_chunks
-from gradus.training.narrow_calls import hint_at_narrow_weights
+from gradus.training.narrow_calls import hint_at_narrow_weights, narrow_calls
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_evaluation import Results, measure_of
 from gradus.training.own_loss import backward_explained, own_sum_and_count
@@ -146,6 +147,7 @@ class Run:
         check_arguments(model, optimizer, scheduler)
         if self._prepared:
             raise InputError("run.prepare: it was called before; one model and one optimizer to a run", field="prepare")
+        model = compiled_in_place(model)
         double = live.numbers.parameters == torch.float64
         divided = live.plan.divided  # then each rank gets its part of rank 0's values, and no device all of them
         model = model.to(device=None if divided else self.device, dtype=torch.float64 if double else None)
@@ -189,6 +191,7 @@ class Run:
             live.use_data(data)
             live.check_same_data_on_ranks()
             live.begin()
+        compiled_in_place(live.model)  # what the script has compiled since `prepare`
         samples = live.samples.noted(live.loader.micro_batches(live.state.step, live.total_steps))
         self._stream = TimedBatches(samples, live.watch.where)
         self._boundary = Boundary(live)
@@ -209,6 +212,12 @@ class Run:
             raise
 
     def _micro_batches(self, boundary: Boundary, stream: TimedBatches) -> Generator[Any, None, None]:
+        step = self._live.step
+        calls = narrow_calls(step.model, step, self._live.warn) if step.has_narrow_weights else nullcontext()
+        with calls:
+            yield from self._until_end(boundary, stream)
+
+    def _until_end(self, boundary: Boundary, stream: TimedBatches) -> Iterator[Any]:
         try:
             while True:
                 if self._signals is not None:

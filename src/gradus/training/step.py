@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
@@ -34,6 +34,7 @@ class TrainingStep:
     """Everything that a step needs and that stays the same from step to step."""
 
     is_recording = False  # as graphs (graphed_step.py): nothing that is computed now is a step
+    on_wide_loss: Callable[[], None] | None = None  # an own loop's: of narrow weights, which no call of its model had
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class TrainingStep:
         self._narrow_in_calls = narrow_in_calls
         self._narrow_refused = False  # by the model: copies stay until the gradients that they may have are used
         self._computing = False  # between a micro-batch and its loss
+        self._called_narrow = False  # since this micro-batch began
         self._refreshed = False  # since this step began
         self._experts = ExpertLoads(model, world)
         self._guard = Guard(model, world, skips=on_nan == "skip") if on_nan != "stop" else None
@@ -130,7 +132,7 @@ class TrainingStep:
                 self._reduces_as_last = last
         else:
             self._reducing.enter_context(reducing_gradients(self.model, reduce=last and self._wide is None))
-        self._computing = True
+        self._computing, self._called_narrow = True, False
         try:
             computing = self._numbers.computing(self._world.device)
             with muted_batch_norm(self.model, padding), self._experts.counting(micro.samples), computing:
@@ -143,18 +145,18 @@ class TrainingStep:
         finally:
             self._computing = False
 
-    @contextmanager
-    def narrow_call(self) -> Iterator[bool]:
-        """Inside, an own loop calls its model. Whether that has narrow weights now, which it has not without this."""
+    def begin_narrow_call(self) -> bool:
+        """Before an own loop calls its model. Whether that has narrow weights now, which it has not without this."""
         narrow = self._narrow
         if narrow is None or not self.has_narrow_weights or not self._computing or narrow.are_in:
-            yield False
-            return
+            return False
         self._put_in_narrow(narrow)
-        try:
-            yield True
-        finally:
-            narrow.take_out()
+        self._called_narrow = True
+        return True
+
+    def end_narrow_call(self) -> None:
+        assert self._narrow is not None
+        self._narrow.take_out()
 
     @property
     def has_narrow_weights(self) -> bool:
@@ -189,6 +191,10 @@ class TrainingStep:
         last forward pass, so gradients are first divided by what the first micro-batch lets expect, which keeps them in
         the range of fp16, and then corrected. Without accumulation that is already exact.
         """
+        if self._narrow_in_calls and self.has_narrow_weights and not self._called_narrow:
+            self.refuse_narrow()  # or the optimizer would round gradients that are wide
+            if self.on_wide_loss is not None:
+                self.on_wide_loss()
         # What is added up over micro-batches and divided must not lose digits.
         exact = torch.float64 if self.accumulate > 1 else loss_sum.dtype
         self._losses.append(loss_sum.detach().to(exact))

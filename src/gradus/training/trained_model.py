@@ -20,6 +20,7 @@ from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.building import build_model, finished_model, open_data
+from gradus.training.compiled_in_place import compiled_in_place
 
 WEIGHTS = ("model", "ema")
 SPLITS = ("train", "validation")
@@ -35,7 +36,7 @@ def load_trained(
     device = _checked_device(device)
     store = CheckpointStore(run.checkpoints)
     checkpoint = store.open(chosen_step(run, store.steps(), step), every_byte=False)
-    model = _built(run, device) if model is None else _given(run, model.to(device))
+    model = _built(run, device) if model is None else _given(run, compiled_in_place(model).to(device))
     tensors = checkpoint.stored()
     restore_model(model, _averaged(tensors) if weights == "ema" else tensors)
     return model.eval()
