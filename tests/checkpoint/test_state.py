@@ -121,6 +121,26 @@ def test_moments_of_adamw_change_their_format_with_the_recipe(saved: str, wanted
     train(other, other_optimizer, 4, 6)
 
 
+class Remembering(torch.optim.AdamW):
+    """Keeps something of its own, and moments as it likes."""
+
+
+def test_what_an_own_adamw_keeps_stays_as_it_is() -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    optimizer = Remembering(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        moments = {"exp_avg": torch.rand(parameter.shape), "exp_avg_sq": torch.rand(parameter.shape)}
+        optimizer.state[parameter] = {**moments, "step": torch.tensor(300.0), "seen": torch.full((2,), 301)}
+    tensors, numbers = collect(model, optimizer)
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    other = Remembering(model.parameters(), lr=0.1)
+    restore_optimizer(model, other, tensors, numbers, groups=True)
+    for parameter, kept in optimizer.state.items():
+        for key, value in kept.items():
+            assert other.state[parameter][key].dtype == value.dtype
+            assert torch.equal(other.state[parameter][key], value)
+
+
 def test_a_parameter_of_which_the_checkpoint_lacks_something_is_refused() -> None:
     """It would go on with a fresh moment beside an old one, and nobody would see it."""
     model, optimizer = fresh(OPTIMIZERS["adamw"], seed=0)

@@ -11,15 +11,19 @@ import torch
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from gradus.training import graph_editing
 from gradus.training.graph_passes import PASSES, GraphPasses, fingerprint, with_graph_passes
 
 SLOT = "post_grad_custom_pre_pass"
 
 
-@pytest.mark.parametrize("changed", range(len(PASSES)))
+WRITTEN_IN = (*PASSES, graph_editing)  # which all of them use
+
+
+@pytest.mark.parametrize("changed", range(len(WRITTEN_IN)))
 def test_code_that_was_compiled_with_another_version_of_a_pass_is_not_used(changed: int, tmp_path: Path) -> None:
-    copies = [tmp_path / f"{number}.py" for number in range(len(PASSES))]
-    for one, copy in zip(PASSES, copies, strict=True):
+    copies = [tmp_path / f"{number}.py" for number in range(len(WRITTEN_IN))]
+    for one, copy in zip(WRITTEN_IN, copies, strict=True):
         copy.write_text(Path(inspect.getfile(one)).read_text())
     assert fingerprint(copies) == GraphPasses().uuid()
     copies[changed].write_text(copies[changed].read_text() + "# other")

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from gradus.schema.errors import InputError
-from gradus.schema.recipe import OptimizerBlock
+from gradus.schema.recipe import OptimizerBlock, Recipe
 from gradus.training import narrow_moments
 from gradus.training.narrow_moments import NarrowMomentsAdamW, chance, places_of, rounded
 from gradus.training.optimizers import build_optimizer
+from gradus.training.own_optimizer import check_optimizer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEP = torch.tensor(3.0, device=DEVICE)
@@ -118,16 +119,6 @@ def test_the_kernel_does_the_same() -> None:
             torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=1e-6)
 
 
-def test_without_narrow_weights_the_kernel_steps_as_well() -> None:
-    pytest.importorskip("triton")
-    from gradus.training.one_pass_adamw import OnePassNarrowMoments
-
-    expected, _ = trained(NarrowMomentsAdamW, 4)
-    found, _ = trained(OnePassNarrowMoments, 4)
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
-
-
 def test_a_number_of_steps_that_lies_elsewhere_is_brought_to_its_parameter() -> None:
     parameter = nn.Parameter(torch.zeros(3, device="meta"))
     optimizer = NarrowMomentsAdamW([parameter], lr=0.1)
@@ -153,3 +144,14 @@ def test_only_adamw_has_it_and_not_with_everything() -> None:
     block = OptimizerBlock.model_validate({"use": "adamw", "lr": 0.1, "moments": "bf16", "amsgrad": True})
     with pytest.raises(InputError, match="do not go with amsgrad"):
         build_optimizer(nn.Linear(4, 3), block)
+    with pytest.raises(ValueError, match="do not go with fused"):  # which would skip no step that is to be skipped
+        NarrowMomentsAdamW([nn.Parameter(torch.zeros(2))], lr=0.1, fused=True)
+
+
+def test_an_optimizer_of_the_script_has_the_moments_that_it_has() -> None:
+    model, recipe = nn.Linear(4, 3), Recipe.from_document({"name": "own", "batch": 2, "steps": 1})
+    optimizer = torch.optim.AdamW(model.parameters())
+    check_optimizer(optimizer, model, recipe)
+    narrow = recipe.model_copy(update={"optimizer": OptimizerBlock(use="adamw", lr=0.1, moments="bf16")})
+    with pytest.raises(InputError, match="the script has an optimizer of its own"):
+        check_optimizer(optimizer, model, narrow)

@@ -19,6 +19,7 @@ from gradus.parallel.part import local_part, put_rows
 from gradus.parallel.world import World
 from gradus.schema.errors import InputError
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # as torch names those of AdamW
 OPTIMIZER_PREFIX = "optimizer."
 _KERNELS = ("foreach", "fused")  # of a parameter group: how it is computed on a machine, not what
 
@@ -98,12 +99,17 @@ def restore_optimizer(
             state: dict[str, Any] = dict(of_parameters.get(name, {}))
             for key, tensor in by_parameter.get(name, {}).items():
                 placed = _placed(tensor, parameter, optimizer)
-                if isinstance(optimizer, torch.optim.AdamW) and key != "step":
-                    # Its moments may have been kept in another format.
-                    placed = placed.to(getattr(optimizer, "state_dtype", parameter.dtype))
-                state[key] = placed
+                wanted = _moments_dtype(optimizer, parameter)
+                state[key] = placed.to(wanted) if wanted is not None and key in MOMENTS else placed
             if state:
                 optimizer.state[parameter] = state
+
+
+def _moments_dtype(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.dtype | None:
+    """Of a recipe's adamw, whose moments may have been saved in another format; an own optimizer's stay as they are."""
+    ours: torch.dtype | None = getattr(optimizer, "state_dtype", None)
+    is_torchs = type(optimizer) is torch.optim.AdamW or getattr(optimizer, "takes_narrow_gradients", False)
+    return parameter.dtype if ours is None and is_torchs else ours
 
 
 def _check_none_lacks(

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from gradus.training import graph_editing
 from gradus.training.cheap_functions import use_cheap_functions
 from gradus.training.max_pooling import use_max_pool_kernel
 from gradus.training.thin_convolution import use_thin_convolutions
@@ -25,7 +26,7 @@ class GraphPasses:
     """All of them, as one for torch's compiler, which asks for its `uuid` so as to know code that it has compiled."""
 
     def __init__(self) -> None:
-        self._uuid = fingerprint(Path(inspect.getfile(one)) for one in PASSES)
+        self._uuid = fingerprint(Path(inspect.getfile(one)) for one in (*PASSES, graph_editing))
 
     def uuid(self) -> str:
         return self._uuid

@@ -16,10 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from gradus.training.narrow_moments import NarrowMomentsAdamW
-from gradus.training.narrow_weights import is_dense
 
 PART, BLOCK, WARPS = 8192, 1024, 8  # numbers of a program, and at once: four to a thread
 
@@ -424,23 +422,13 @@ class OnePassAdamW(torch.optim.AdamW):
 
 
 class OnePassNarrowMoments(NarrowMomentsAdamW, OnePassAdamW):
-    """The same with moments in bf16. A step without narrow weights is done by the kernel as well, unless parameters are
-    divided."""
+    """The same with moments in bf16. Its `step` is that of the first: the kernel is for narrow weights."""
 
     def __init__(self, params: Any, lr: float, **options: Any) -> None:
         super().__init__(params, lr=lr, **options)
         self._step_supports_amp_scaling = False  # which is for torch's kernels
         for settings in (self.defaults, *self.param_groups):
             settings["fused"] = None  # so are they
-
-    def _step_all(self) -> None:
-        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not all(p.is_cuda and not isinstance(p, DTensor) and is_dense(p) for p in trained):
-            super()._step_all()
-            return
-        ones = torch.ones((), device=trained[0].device)
-        for table in self._tables_of({p: p.grad for p in trained}, {}):
-            self._update(table, ones)
 
 
 def _recording(tensor: Tensor) -> bool:

@@ -28,8 +28,7 @@ def build_optimizer(model: nn.Module, block: OptimizerBlock, *, narrow_weights: 
     groups = parameter_groups(model, block)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in block.options.items()}
     try:
-        on_gpu = all(p.is_cuda for group in groups for p in group["params"])
-        if block.use == "adamw" and has_triton() and (narrow_weights or (block.moments == "bf16" and on_gpu)):
+        if narrow_weights and block.use == "adamw" and has_triton():
             from gradus.training.one_pass_adamw import OnePassAdamW, OnePassNarrowMoments  # which need Triton
 
             return (OnePassNarrowMoments if block.moments == "bf16" else OnePassAdamW)(groups, lr=block.lr, **options)

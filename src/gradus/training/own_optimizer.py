@@ -58,6 +58,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, recipe: 
             field="optimizer",
             found=foreign,
         )
+    if recipe.optimizer.moments != "fp32":
+        raise InputError(
+            f"optimizer.moments: found {recipe.optimizer.moments}, and the script has an optimizer of its own",
+            hint="leave the optimizer to the recipe: run.prepare(model)",
+            field="optimizer.moments",
+            found=recipe.optimizer.moments,
+            allowed="fp32",
+        )
     if recipe.lora is not None:
         raise InputError(
             "lora: its matrices are made by run.prepare, and this optimizer was made before",

@@ -169,7 +169,7 @@ def _convolution_of_weights(  # type: ignore[no-untyped-def]
         totals = more
     for part in tl.static_range(PARTS):
         number = part * PART + tl.arange(0, PART)
-        at = (tl.program_id(0) * ALL_OUTPUTS + output)[:, None] * NUMBERS + number[None, :]
+        at = (tl.program_id(0) * ALL_OUTPUTS + output).to(tl.int64)[:, None] * NUMBERS + number[None, :]
         tl.store(result + at, totals[part], mask=(output < ALL_OUTPUTS)[:, None] & (number < NUMBERS)[None, :])
 
 

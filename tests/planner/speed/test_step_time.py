@@ -194,6 +194,7 @@ def test_narrow_weights_are_updated_in_one_pass_where_the_optimizer_can():
     clipped = replace(one_pass, clip=True)
     assert moved(one_pass) == pytest.approx(28, rel=0.001)
     assert moved(replace(one_pass, narrow_moments=True)) == pytest.approx(20, rel=0.001)
+    assert moved(replace(one_pass, narrow_moments=True), accumulate=2) > 490  # by one operator after another
     assert moved(clipped) == pytest.approx(28 + 2, rel=0.001), "the norm reads 16 bits, and scaling costs nothing"
     assert moved(replace(clipped, hooks=True)) == pytest.approx(28 + 2 + 6, rel=0.001), "hooks may have written weights"
     passes = 6 + 4 + 8 + 28 + 6

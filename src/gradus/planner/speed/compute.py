@@ -56,7 +56,9 @@ WIDTH_STEP = 32  # to a multiple of which attention kernels pad a head
 FEW_CHANNELS = 0.42
 # Compiled, they have kernels of our own (training/thin_convolution.py), for windows of so many numbers, with 146 of the
 # 989 TFLOP/s of an H200 in bf16.
-THIN_CONVOLUTION, MOST_NUMBERS = 0.15, 256
+THIN_CONVOLUTION, MOST_NUMBERS, MOST_CHANNELS = 0.15, 256, 4
+# Of how many numbers such windows are; a square one of more channels hardly ever has as many.
+THIN_WINDOWS = {c * w * w for c in range(1, MOST_CHANNELS + 1) for w in range(1, 17) if c * w * w <= MOST_NUMBERS}
 CONVOLUTION_KERNELS = 2.0  # launches besides the one that computes, for padding, layouts and sums
 
 
@@ -399,7 +401,7 @@ def convolution_seconds(
         rate = device.peak_of("fp32") * shares.get(key, shares.get(precision, shares["fp32"]))
         return floor + max(flops / rate, moved / bandwidth)
     if k % 4:  # a few channels: three, mostly
-        own = has_own_kernel and channels_last and groups == 1 and k <= MOST_NUMBERS
+        own = has_own_kernel and channels_last and groups == 1 and k in THIN_WINDOWS
         rate = device.peak_of(precision) * THIN_CONVOLUTION if own else device.peak_of("fp32") * FEW_CHANNELS
         return floor + max(flops / rate, moved / bandwidth)
     shares = speeds.convolution_backward if backward else speeds.convolution

@@ -59,7 +59,7 @@ ROUNDING_BYTES, WIDENING_BYTES = 6.0, 6.0
 ONE_PASS_BYTES, NARROW_NORM_BYTES = 28.0, 2.0
 # With moments in bf16: in one pass, both are read and written in half of the bytes; otherwise by one operator after
 # another, counted in training/narrow_moments.py.
-ONE_PASS_NARROW_MOMENTS_BYTES, NARROW_MOMENTS_BYTES = 20.0, 490.0
+ONE_PASS_NARROW_MOMENTS_BYTES, NARROW_MOMENTS_BYTES, NARROW_MOMENTS_KERNELS = 20.0, 490.0, 60
 # That the host needs for a step that is recorded: three launches, copies of a batch and of learning rates, and reading
 # numbers back. Measured as an order of magnitude: a tiny GPT took 0.56 ms a step on an H200, device included.
 GRAPHS_SECONDS = 0.15e-3
@@ -376,6 +376,8 @@ def _optimizer(stretches: list[Stretch], plan: Plan, device: Device, facts: Step
         crossing = 2 * 4.0 * trained / speeds.host_copy_bytes_per_second  # gradients there, parameters back
         return crossing + (each + around) * trained / HOST_MEMORY_BYTES_PER_SECOND, 0.0
     kernels = tensors * OPTIMIZER_KERNELS.get(facts.optimizer, 0)
+    if facts.narrow_moments and not in_one_pass(plan, offered=facts.updates_in_one_pass):
+        kernels = tensors * NARROW_MOMENTS_KERNELS
     on_device = (each + around) * trained / rate + kernels * speeds.kernel_seconds
     host = speeds.host_tensor_seconds + (speeds.host_clip_seconds if facts.clip or plan.precision == "fp16" else 0.0)
     return on_device, tensors * host + kernels * speeds.host_operator_seconds
