@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lowered_graphs import graphs_looked_at
 from torch import Tensor, fx, nn
-from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradus.training import compilation, max_pooling
-from gradus.training.graph_passes import GraphPasses
 from gradus.training.max_pooling import DEVICES
 
 pytest.importorskip("triton")
@@ -131,22 +130,13 @@ Seen = list[tuple[Any, list[Any]]]  # operators of a graph, each with the format
 def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Seen]]:
     """Each graph that is compiled during a test, after our passes, which take a CPU for a device with the kernel."""
     seen: list[Seen] = []
-    original = GraphPasses.__call__
 
-    def looking(self: GraphPasses, graph: fx.Graph) -> None:
-        original(self, graph)
-        graph.lint()
-        calls = [node for node in graph.nodes if node.op == "call_function"]
+    def look(calls: list[fx.Node]) -> None:
         formats = [[getattr(of.meta["val"], "dtype", None) for of in node.all_input_nodes] for node in calls]
         seen.append([(node.target, inputs) for node, inputs in zip(calls, formats, strict=True)])
 
-    monkeypatch.setattr(GraphPasses, "__call__", looking)
-    monkeypatch.setattr(max_pooling, "DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    torch._dynamo.reset()
-    with fresh_cache():
+    with graphs_looked_at(monkeypatch, max_pooling, look):
         yield seen
-    torch._dynamo.reset()
 
 
 def compiled_and_eager(**settings: Any) -> tuple[nn.Module, nn.Module, Tensor]:

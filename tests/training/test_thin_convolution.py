@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch._inductor.utils import fresh_cache
+from lowered_graphs import graphs_looked_at
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradus.training import compilation, thin_convolution
-from gradus.training.graph_passes import GraphPasses
 from gradus.training.thin_convolution import DEVICES
 
 pytest.importorskip("triton")
@@ -137,20 +136,8 @@ class Network(nn.Module):
 def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The operators of the graphs that are compiled during a test, where a CPU counts as a device with the kernels."""
     seen: list[Any] = []
-    original = GraphPasses.__call__
-
-    def looking(self: GraphPasses, graph: fx.Graph) -> None:
-        original(self, graph)
-        graph.lint()
-        seen.extend(node.target for node in graph.nodes if node.op == "call_function")
-
-    monkeypatch.setattr(GraphPasses, "__call__", looking)
-    monkeypatch.setattr(thin_convolution, "DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    torch._dynamo.reset()
-    with fresh_cache():
+    with graphs_looked_at(monkeypatch, thin_convolution, lambda calls: seen.extend(node.target for node in calls)):
         yield seen
-    torch._dynamo.reset()
 
 
 def compiled_and_eager(**settings: Any) -> tuple[nn.Module, nn.Module, Tensor]:

@@ -97,9 +97,9 @@ def restore_optimizer(
     with files_kept_open():
         for name, parameter in _trained(model).items():
             state: dict[str, Any] = dict(of_parameters.get(name, {}))
+            wanted = _moments_dtype(optimizer, parameter)
             for key, tensor in by_parameter.get(name, {}).items():
                 placed = _placed(tensor, parameter, optimizer)
-                wanted = _moments_dtype(optimizer, parameter)
                 state[key] = placed.to(wanted) if wanted is not None and key in MOMENTS else placed
             if state:
                 optimizer.state[parameter] = state

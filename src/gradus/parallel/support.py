@@ -17,6 +17,8 @@ Rule = Callable[[Case], InputError | None]
 
 GRAPHED_OPTIMIZERS = ("adamw", "sgd")  # torch's kernels of which read the learning rate on the device
 LOSS_KERNEL_CAPABILITY = (8, 0)  # the oldest GPUs that Triton is made for; on others a loss in parts is slower
+THIN_CHANNELS = 4  # of images, for which compiled convolutions have kernels of our own; libraries have some for eight
+THIN_NUMBERS = 256  # of a window of theirs: sums for all of them are kept at once
 FP8_CAPABILITY = {"tensor": (8, 9), "row": (8, 9), "block": (9, 0), "mx": (10, 0)}
 
 

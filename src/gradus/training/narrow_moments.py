@@ -66,10 +66,9 @@ class NarrowMomentsAdamW(torch.optim.AdamW):
         state = self._state_of(parameter)
         state["step"] += 1
         tensors = [local(tensor) for tensor in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
-        step = state["step"]
+        step, (beta1, beta2) = state["step"], group["betas"]
         for places, (weights, gradients, mean, square) in _pieces(parameter, tensors):
             noise = chance(places, step)
-            beta1, beta2 = group["betas"]
             wide = gradients.float()
             new_mean = mean.float().lerp_(wide, 1 - beta1)
             new_square = square.float().mul_(beta2).addcmul_(wide, wide, value=1 - beta2)

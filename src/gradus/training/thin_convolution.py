@@ -12,13 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from gradus.parallel.support import THIN_CHANNELS, THIN_NUMBERS
 from gradus.training.graph_editing import has_channels_last, insert
 
 aten = torch.ops.aten
 DEVICES = ("cuda",)  # where code that is compiled is Triton's anyway
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_CHANNELS = 4  # libraries have kernels of their own for eight
-MOST_NUMBERS = 256  # of a window: sums for all of them are kept at once
 MOST_ELEMENTS = 2**30  # of the images, so that 32 bits can count them and what is beyond their borders
 
 _library: Any = torch.library.Library("gradus", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -30,6 +29,16 @@ _library.define(
     "thin_convolution_weights(Tensor gradient, Tensor x, int[2] kernel, int[2] stride, int[2] padding) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
+
+
+def result_size(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> tuple[int, int]:
+    rows, columns = (
+        (length + 2 * around - window) // step + 1
+        for length, window, step, around in zip(size, kernel, stride, padding, strict=True)
+    )
+    return rows, columns
 
 
 def _convolution(x: Tensor, weights: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
@@ -58,8 +67,7 @@ def _can_be_counted(x: Tensor) -> bool:
 
 
 def _convolution_without_values(x: Tensor, weights: Tensor, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    sizes = zip(x.shape[2:], weights.shape[2:], stride, padding, strict=True)
-    size = [(length + 2 * around - window) // step + 1 for length, window, step, around in sizes]
+    size = result_size(x.shape[2:], weights.shape[2:], stride, padding)
     return x.new_empty((x.shape[0], *size, weights.shape[0])).permute(0, 3, 1, 2)
 
 
@@ -126,5 +134,5 @@ def _is_thin(x: fx.Node, weights: fx.Node, result: fx.Node, settings: Sequence[A
     if len(stride) != 2 or len(padding) != 2:  # one number for both
         return False
     _, channels, height, width = of_weights.shape
-    is_small = channels <= MOST_CHANNELS and channels * height * width <= MOST_NUMBERS
+    is_small = channels <= THIN_CHANNELS and channels * height * width <= THIN_NUMBERS
     return is_small and has_channels_last(x) and has_channels_last(result)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradus.training.thin_convolution import result_size
+
 # Of several that were tried on an H200, with windows of 7 × 7 and 3 × 3 pixels of three channels.
 PART = 32  # numbers of a window that are multiplied at once
 PIXELS = 128  # of the result, that a program has in hand
@@ -212,16 +214,6 @@ def gradient_by_weights(
         num_warps=WARPS,
     )
     return parts.sum(0).to(gradient.dtype).permute(0, 3, 1, 2)
-
-
-def result_size(
-    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> tuple[int, int]:
-    rows, columns = (
-        (length + 2 * around - window) // step + 1
-        for length, window, step, around in zip(size, kernel, stride, padding, strict=True)
-    )
-    return rows, columns
 
 
 def _sizes(

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from gradus.parallel.support import THIN_CHANNELS, THIN_NUMBERS
 from gradus.planner.profile.program import Amount, Operator, Storage
 from gradus.planner.speed.device import Attention, Device
 
@@ -54,11 +55,10 @@ WIDTH_STEP = 32  # to a multiple of which attention kernels pad a head
 # Convolutions of an image's three channels leave tensor cores empty: 24 to 33 TFLOP/s in any precision on an H200, of
 # its 67 in fp32.
 FEW_CHANNELS = 0.42
-# Compiled, they have kernels of our own (training/thin_convolution.py), for windows of so many numbers, with 146 of the
-# 989 TFLOP/s of an H200 in bf16.
-THIN_CONVOLUTION, MOST_NUMBERS, MOST_CHANNELS = 0.15, 256, 4
+# Compiled, they have kernels of our own (training/thin_convolution.py), with 146 of the 989 TFLOP/s of an H200 in bf16.
+THIN_CONVOLUTION = 0.15
 # Of how many numbers such windows are; a square one of more channels hardly ever has as many.
-THIN_WINDOWS = {c * w * w for c in range(1, MOST_CHANNELS + 1) for w in range(1, 17) if c * w * w <= MOST_NUMBERS}
+THIN_WINDOWS = {c * w * w for c in range(1, THIN_CHANNELS + 1) for w in range(1, 17) if c * w * w <= THIN_NUMBERS}
 CONVOLUTION_KERNELS = 2.0  # launches besides the one that computes, for padding, layouts and sums
 
 
