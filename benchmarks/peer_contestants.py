@@ -177,11 +177,12 @@ class Accelerate(Raw):
 class Gradus(Contestant):
     """What `gradus train` does on one rank: global order, metrics, events and status included."""
 
-    plan: dict[str, Any] = {}  # noqa: RUF012  # what its user writes into the recipe's plan, besides the work's own
+    keys: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # what its user writes into the recipe, besides the work's own
 
     def prepare(self, work: Work, folder: Path) -> None:
         document = work.document()
-        recipe = resolved(Recipe.from_document({**document, "plan": {**document["plan"], **self.plan}}))
+        written = {block: {**document[block], **keys} for block, keys in self.keys.items()}
+        recipe = resolved(Recipe.from_document({**document, **written}))
         plan = chosen(recipe, detect_cluster(), 1).plan
         self.shows_peak = not plan.cuda_graph
         self.note = _noted(plan)
@@ -212,7 +213,13 @@ class Gradus(Contestant):
 class GradusLean(Gradus):
     """With one key that saves memory: what is cheap to compute is computed again for backward."""
 
-    plan = {"recompute": "selective"}  # noqa: RUF012
+    keys = {"plan": {"recompute": "selective"}}  # noqa: RUF012
+
+
+class GradusLeanMoments(Gradus):
+    """With a second key: the optimizer's moments in 16 bits."""
+
+    keys = {**GradusLean.keys, "optimizer": {"moments": "bf16"}}  # noqa: RUF012
 
 
 class GradusLoop(Contestant):
@@ -260,6 +267,7 @@ CONTESTANTS: dict[str, type[Contestant]] = {
     "accelerate": Accelerate,
     "gradus": Gradus,
     "gradus-lean": GradusLean,
+    "gradus-lean-moments": GradusLeanMoments,
     "gradus-loop": GradusLoop,
 }
 

@@ -12,7 +12,7 @@ KINDS = ("matrix products", "attention", "convolutions", MEMORY_BOUND, "optimize
 assert set(KINDS) == {MEMORY_BOUND, *WORDS}
 PEAK_FLOPS = 989e12  # of an H100 or H200 in bf16, dense, as NVIDIA gives it
 MEANS_OVER = 20  # losses: single ones jump about
-PEERS, OURS = ("raw", "fabric", "accelerate"), ("gradus", "gradus-lean", "gradus-loop")
+PEERS, OURS = ("raw", "fabric", "accelerate"), ("gradus", "gradus-lean", "gradus-lean-moments", "gradus-loop")
 COLUMNS = (*PEERS, *OURS)
 
 
@@ -32,9 +32,12 @@ def running_mean_gap(reference: Mapping[int, float], other: Mapping[int, float])
 def table(documents: Sequence[Mapping[str, Any]]) -> str:
     """One row for each work, after a line for each call that says where and when."""
     lines = [_told(document) for document in documents]
-    lines += ["", f"| work | {' | '.join(COLUMNS)} | gradus / best peer | peak memory | MFU | loss gap | goal |"]
-    lines.append("|" + "---|" * (len(COLUMNS) + 6))
-    lines += [_row(work) for document in documents for work in document["works"]]
+    works = [work for document in documents for work in document["works"]]
+    named = {name for work in works for name in (*work["contestants"], *work["absent"])}
+    columns = [name for name in COLUMNS if name in named]
+    lines += ["", f"| work | {' | '.join(columns)} | gradus / best peer | peak memory | MFU | loss gap | goal |"]
+    lines.append("|" + "---|" * (len(columns) + 6))
+    lines += [_row(work, columns) for work in works]
     return "\n".join(lines)
 
 
@@ -67,9 +70,9 @@ def _told(document: Mapping[str, Any]) -> str:
     return f"{where}: medians of {document['rounds']} segments in turn ± half of their range."
 
 
-def _row(work: Mapping[str, Any]) -> str:
+def _row(work: Mapping[str, Any], columns: Sequence[str]) -> str:
     found = work["contestants"]
-    cells = [_figure(work, name) for name in COLUMNS]
+    cells = [_figure(work, name) for name in columns]
     medians = {name: statistics.median(one["figures"]) for name, one in found.items() if one["figures"]}
     peers = {name: medians[name] for name in PEERS if name in medians}
     ours = [name for name in OURS if name in medians]

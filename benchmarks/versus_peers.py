@@ -258,7 +258,7 @@ def clocks() -> list[dict[str, Any]]:
 
 def measured(work: Work, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The row of one work, as it is written down."""
-    ours = ("gradus", "gradus-lean") if "memory" in work.goal else ("gradus",)
+    ours = ("gradus", "gradus-lean", "gradus-lean-moments") if "memory" in work.goal else ("gradus",)
     ours += ("gradus-loop",) if work.own_loop else ()
     wanted = [name for name in (*work.peers, *ours) if name in asked.contestants]
     names = [name for name in wanted if CONTESTANTS[name].is_installed()]

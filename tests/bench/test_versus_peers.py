@@ -47,9 +47,16 @@ def test_the_best_peer_counts_and_the_absent_are_named(benchmarks: None) -> None
 
     figures = {"raw": [9.0, 10.0, 12.0], "accelerate": [20.0], "gradus": [30.0]}
     row = table([written({name: {"figures": found} for name, found in figures.items()}, ["fabric"])]).splitlines()[-1]
-    assert (
-        row == "| a work, steps/s | 10 ± 1.5 | absent | 20 ± 0 | 30 ± 0 |  |  | 1.500 (accelerate) |  |  |  | ≥ 1.5× |"
-    )
+    assert row == "| a work, steps/s | 10 ± 1.5 | absent | 20 ± 0 | 30 ± 0 | 1.500 (accelerate) |  |  |  | ≥ 1.5× |"
+
+
+def test_each_work_has_the_columns_of_all_works(benchmarks: None) -> None:
+    from peer_table import table
+
+    first, second = written({"raw": {"figures": [10.0]}}, []), written({"gradus-lean": {"figures": [30.0]}}, [])
+    header, _, *rows = table([first, second]).splitlines()[-4:]
+    assert header.startswith("| work | raw | gradus-lean | gradus / best peer |")
+    assert [row.split("|")[2:4] for row in rows] == [[" 10 ± 0 ", "  "], ["  ", " 30 ± 0 "]]
 
 
 def test_both_of_ours_are_compared_in_speed_and_in_memory(benchmarks: None) -> None:
@@ -76,7 +83,7 @@ def test_a_contestant_that_fails_is_told_and_not_compared(benchmarks: None) -> N
 
     failed = {"figures": [], "problem": "OutOfMemoryError: too large"}
     row = table([written({"raw": {"figures": [10.0]}, "gradus": failed}, [])]).splitlines()[-1]
-    assert row == "| a work, steps/s | 10 ± 0 |  |  | OutOfMemoryError: too large |  |  |  |  |  |  | ≥ 1.5× |"
+    assert row == "| a work, steps/s | 10 ± 0 | OutOfMemoryError: too large |  |  |  |  | ≥ 1.5× |"
 
 
 def test_losses_are_compared_at_the_steps_that_both_have(benchmarks: None) -> None:
