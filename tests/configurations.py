@@ -260,6 +260,10 @@ _ALL: list[Configuration] = [
         "replicate 2, recompute selective, accumulate 2",
         _mesh(replicate=2) | {"recompute": "selective", "accumulate": 2},
     ),
+    Configuration(
+        "zero 3 over 2, recompute of one block",
+        _mesh(shard=2) | {"zero": 3, "recompute": "full", "recompute_blocks": 1},
+    ),
     Configuration("zero 3 over 2, recompute full", _mesh(shard=2) | {"zero": 3, "recompute": "full"}),
     Configuration(
         "replicate 2, resnet18, recompute full",

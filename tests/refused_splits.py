@@ -295,6 +295,21 @@ REFUSED_SPLITS: list[Refusal] = [
         "only once",
     ),
     (
+        "recompute_blocks",
+        {"recompute_blocks": 2},
+        {},
+        CPU,
+        "plan.recompute_blocks: found 2, but recompute is none, so that no block is",
+    ),
+    (
+        "recompute_blocks",
+        {"mesh": {"pipeline": 2}, "recompute": "full", "recompute_blocks": 2},
+        {},
+        CPU,
+        "plan.recompute_blocks: found 2, but mesh.pipeline is 2: each stage has blocks of its own, and treats all of "
+        "them alike",
+    ),
+    (
         "pipeline, fp16",
         {"mesh": {"pipeline": 2}, "precision": "fp16"},
         {},

@@ -133,6 +133,12 @@ def test_recomputing_what_there_would_be_room_for(tmp_path):
     assert not on_gpu(tmp_path, plan=plan, run_id="y", **full)
 
 
+def test_recomputing_some_blocks_for_which_there_would_be_room(tmp_path):
+    one = on_gpu(tmp_path, plan={**SOUND, "recompute": "full", "recompute_blocks": 3})["needless-recompute"]
+    assert "(recompute: full in 3 blocks)" in one.verdict
+    assert one.change == "--set plan.recompute=none --set plan.recompute_blocks=null"
+
+
 def test_memory_that_is_nearly_all_taken(tmp_path):
     found = on_gpu(tmp_path, memory_reserved_bytes=137 * GIB, memory_peak_bytes=136 * GIB)
     assert found["near-memory-limit"].change == "--set plan.micro_batch=16 --set plan.accumulate=2"

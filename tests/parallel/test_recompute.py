@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ PLANS: list[dict[str, Any]] = [
     {"recompute": "selective"},
     {"recompute": "full"},
     {"activation_offload": True},
+    {"recompute": "selective", "recompute_blocks": 1},
     {"recompute": "selective", "activation_offload": True},
     {"recompute": "full", "activation_offload": True},
 ]
@@ -193,6 +195,19 @@ def test_full_keeps_less_than_selective_and_that_less_than_none(model: nn.Module
     assert selective < 0.8 * none
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_each_block_that_is_recomputed_keeps_as_much_less(recompute: str) -> None:
+    model = gpt(layers=4)
+    kept = [kept_bytes(with_plan(model), text())]
+    kept += [
+        kept_bytes(with_plan(model, recompute=recompute, recompute_blocks=blocks), text()) for blocks in (1, 2, 3, 4)
+    ]
+    saved = {before - after for before, after in itertools.pairwise(kept)}
+    assert len(saved) == 1, "the same for each"
+    assert saved.pop() > 0
+    assert kept[-1] == kept_bytes(with_plan(model, recompute=recompute), text())
+
+
 def count_matmuls(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
     """Of forward and backward together."""
     counted = 0
@@ -283,6 +298,12 @@ def test_a_model_without_blocks_is_treated_as_one_and_told_so() -> None:
     assert "MnistCNN has no repeated blocks" in note
     assert recompute_note(gpt(), Plan(recompute="full")) == "recompute full: 3 blocks (PreNormBlock)"
     assert recompute_note(model, Plan()) is None
+    two = {"recompute_blocks": 2, "recompute": "selective"}
+    assert recompute_note(gpt(), Plan(**two)) == "recompute selective: the first 2 of 3 blocks (PreNormBlock)"
+    assert recompute_note(gpt(), Plan(**two, activation_offload=True)) == (
+        "recompute selective and activation_offload: the first 2 of 3 blocks, activation_offload of all 3 "
+        "(PreNormBlock)"
+    )
 
 
 # --- refusals

@@ -118,7 +118,8 @@ def _micro_batch(now: Standing) -> Candidates:
 def _recompute(now: Standing) -> Candidates:
     if now.plan.recompute != "none":
         less = ("none",) if now.plan.recompute == "selective" else ("none", "selective")
-        return Candidates(tuple({"recompute": value} for value in less))
+        blocks = {} if now.plan.recompute_blocks is None else {"recompute_blocks": None}
+        return Candidates(tuple({"recompute": value, **blocks} for value in less))
     found = now.largest
     if found is None or found.too_large is None or found.micro_batch is None:
         return Candidates(why_none="nothing is recomputed, and memory does not bind")

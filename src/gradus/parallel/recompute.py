@@ -10,6 +10,9 @@ Gradients are the same to the last bit: dropout draws what it drew. Running stat
 norms, and those that a module names in its attribute `statistics`, because its forward counts in them and does not read
 them. With `activation_offload`, what is kept for backward waits in host memory.
 
+With `recompute_blocks`, only the first so many blocks are recomputed: as many as memory asks for. The first, because
+backward comes to them last, when what the others kept is gone and there is room for what is computed again.
+
 Only `forward` of each block is replaced, so that the names of parameters stay. The rest of a model keeps what it needs.
 """
 
@@ -60,8 +63,8 @@ Forward = Callable[..., Any]
 
 def apply_recompute(model: nn.Module, plan: Plan) -> None:
     """Let the repeated blocks of any model, in place, keep for backward what the plan says. Before compilation."""
-    for block in _parts(model):
-        if plan.recompute != "none":
+    for place, block in enumerate(_parts(model)):
+        if plan.recompute != "none" and (plan.recompute_blocks is None or place < plan.recompute_blocks):
             _surround(block, functools.partial(_recomputed, plan.recompute == "selective"))
         if plan.activation_offload:
             # Left to Python: the hooks have to be in place around what is compiled.
@@ -78,11 +81,19 @@ def recompute_note(model: nn.Module, plan: Plan) -> str | None:
     blocks = repeated_blocks(model)
     if blocks:
         kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
-        return f"{what}: {len(blocks)} blocks ({kinds})"
+        return f"{what}: {_how_many(len(blocks), plan)} ({kinds})"
     note = f"{what}: {type(model).__name__} has no repeated blocks, so that it is treated as one"
     if plan.recompute == "full":
         note += "; backward then computes all of it again at once, which saves memory only before backward"
     return note
+
+
+def _how_many(blocks: int, plan: Plan) -> str:
+    first = plan.recompute_blocks
+    if plan.recompute == "none" or first is None or first >= blocks:
+        return f"{blocks} blocks"
+    others = f", activation_offload of all {blocks}" if plan.activation_offload else ""
+    return f"the first {first} of {blocks} blocks{others}"
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:

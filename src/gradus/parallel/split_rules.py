@@ -371,6 +371,18 @@ def zero_bubble_selective(case: Case) -> InputError | None:
     )
 
 
+def recompute_blocks(case: Case) -> InputError | None:
+    plan = case.plan
+    if plan.recompute_blocks is None or (plan.recompute != "none" and plan.mesh.pipeline == 1):
+        return None
+    if plan.recompute == "none":
+        why, hint = "recompute is none, so that no block is", "use plan.recompute=selective or full"
+    else:
+        why = f"mesh.pipeline is {plan.mesh.pipeline}: each stage has blocks of its own, and treats all of them alike"
+        hint = "use plan.recompute_blocks=null, which means all"
+    return refused("plan.recompute_blocks", plan.recompute_blocks, why, allowed="null", hint=hint)
+
+
 def zero_bubble_zero_3(case: Case) -> InputError | None:
     plan = case.plan
     if plan.mesh.pipeline == 1 or plan.pipeline_schedule != "zero-bubble" or plan.zero != 3:

@@ -340,6 +340,7 @@ RULES: dict[str, Rule] = {
     "zero-bubble, compile": split_rules.zero_bubble_compile,
     "zero-bubble, zero 3": split_rules.zero_bubble_zero_3,
     "zero-bubble, selective recompute": split_rules.zero_bubble_selective,
+    "recompute_blocks": split_rules.recompute_blocks,
     "pipeline, fp16": split_rules.pipeline_fp16,
     "batch normalisation, accumulate": _batch_norm_accumulate,
     "expert, model": _expert_model,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradus.planner.budget import planned_interval, stopped_seconds
 from gradus.planner.defaults import Choice
-from gradus.record.format import duration_text, rate_text
+from gradus.record.format import count_text, duration_text, rate_text
 from gradus.schema.plan import Plan
 from gradus.schema.prediction import BudgetPrediction, MemoryPrediction, Prediction, StepPrediction
 
@@ -67,7 +67,7 @@ def cells(choice: Choice) -> dict[str, str]:
         "plan": plan_words(plan),
         "zero": str(plan.zero),
         "micro-batch": f"{plan.micro_batch} × {plan.accumulate}",
-        "recompute": plan.recompute,
+        "recompute": recompute_words(plan),
     }
     if found is None:
         return row
@@ -80,6 +80,12 @@ def cells(choice: Choice) -> dict[str, str]:
         row["run"] = long_text(_wall_seconds(found.budget))
         row["cost"] = _amount(found.budget.cost) if found.budget.cost is not None else ""
     return row
+
+
+def recompute_words(plan: Plan) -> str:
+    if plan.recompute_blocks is None:
+        return plan.recompute
+    return f"{plan.recompute}, {count_text(plan.recompute_blocks, 'block')}"
 
 
 def numbers(choice: Choice) -> dict[str, float | str | None]:

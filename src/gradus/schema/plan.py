@@ -112,6 +112,7 @@ class Plan(BaseModel):
     precision: Precision = "fp32"
     narrow_weights: bool = False  # the model computes with copies of its parameters, rounded to 16 bits once a step
     recompute: Literal["none", "selective", "full"] = "none"
+    recompute_blocks: int | None = Field(None, ge=1)  # only the first so many blocks are recomputed; None: all
     loss_chunks: int = Field(1, ge=1)  # output layer and loss work on so many parts of the tokens, one after the other
     activation_offload: bool = False  # what backward needs of each block waits in host memory
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"

@@ -73,6 +73,15 @@ def test_where_state_fits_activations_bind_and_the_micro_batch_is_the_first_chan
     assert third.keys == {"plan.precision": "bf16"}
 
 
+def test_blocks_that_were_spared_are_recomputed_too() -> None:
+    plan = {"recompute": "full", "recompute_blocks": 2}
+    keys = [change.keys for change in changes_that_fit(small(plan=plan))]
+    assert {"plan.recompute_blocks": None} in keys
+    plan = {"recompute": "selective", "recompute_blocks": 2}
+    keys = [change.keys for change in changes_that_fit(small(plan=plan))]
+    assert {"plan.recompute": "full", "plan.recompute_blocks": None} in keys
+
+
 def test_logits_at_the_worst_moment_are_cut_before_anything_else() -> None:
     predicted = MemoryPrediction(parameters=4000, gradients=4000, optimizer=8000, activations=1600, logits=6400)
     first, second = changes_that_fit(small(predicted=predicted, allows_chunks=True))[:2]

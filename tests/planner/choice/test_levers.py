@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 from huggingface_cases import HERE
-from planner_cases import Formula, site
+from planner_cases import GIB, Formula, site
 
 from gradus.planner.choice.candidates import Space, space_of
 from gradus.planner.choice.levers import chunks_of, settled, with_cuda_graph
 from gradus.planner.choice.reasons import gib
 from gradus.planner.planning import planned
-from gradus.planner.profile.program import ModelProfile
+from gradus.planner.profile.program import ModelProfile, Part
 from gradus.planner.resolve import resolved
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Mesh, Plan
-from gradus.schema.prediction import MemoryPrediction
+from gradus.schema.prediction import MemoryPrediction, Verdict
 from gradus.schema.recipe import Recipe
 
 H200 = Cluster(name="one", gpus_per_node=1, gpu="NVIDIA H200", cpu_cores=16, memory_gib=128)
@@ -92,7 +92,7 @@ def test_large_logits_are_computed_in_parts_and_traced_so_in_one_go():
         PLAN.model_copy(update={"micro_batch": 16, "accumulate": 2}),
         PLAN.model_copy(update={"micro_batch": 64}),
     ]
-    found = settled(plans, space(), asked)
+    found = settled(plans, space(recipe({"micro_batch": 16})), asked)
     assert [plan.loss_chunks for plan, _ in found] == [4, 4, 8]
     assert asked.prepared == [4, 4, 8]
     assert found[0][1]["loss_chunks"] == "all logits at once would take 4.0 GiB, and go through memory four times"
@@ -121,7 +121,7 @@ def test_replicas_and_shards_too(mesh):
 @pytest.mark.parametrize(
     ("changes", "of", "why"),
     [
-        ({"micro_batch": 8, "accumulate": 4}, None, "no more than 1.0 GiB"),
+        ({"micro_batch": 8, "accumulate": 4}, "quarters", "no more than 1.0 GiB"),
         ({"precision": "fp32"}, None, None),
         ({"mesh": Mesh(tensor=2)}, None, None),
         ({"mesh": Mesh(pipeline=2)}, None, None),
@@ -144,6 +144,8 @@ def test_the_loss_stays_whole_where_parts_would_not_pay(changes, of, why):
 def _space(of: str | None) -> Space:
     if of == "cpu":
         return space(on=Cluster(name="cpu", cpu_cores=8, memory_gib=64))
+    if of == "quarters":
+        return space(recipe({"micro_batch": 8}))
     if of == "v100":
         return space(on=Cluster(name="v", gpus_per_node=1, gpu="Tesla V100-SXM2-32GB", cpu_cores=4, memory_gib=9))
     if of == "images":
@@ -171,6 +173,120 @@ def test_a_model_whose_loss_cannot_be_taken_apart_keeps_it_whole_and_nothing_is_
     assert "loss_chunks" not in reasons
     with pytest.raises(InputError):
         chosen(of=of, asked=Asked(refuses="model"))
+
+
+# --- recompute_blocks
+
+SELECTIVE = PLAN.model_copy(update={"recompute": "selective", "loss_chunks": 4})
+
+
+class OfBlocks(Asked):
+    """Eight blocks of 10 GiB of activations, of which selective recompute leaves half, besides 10 GiB of state."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit_bytes = round(limit * GIB)
+
+    def trace(self) -> ModelProfile:
+        return ModelProfile("m", (Part("block", block=True),), (0,) * 8, tokens_per_sample=1024)
+
+    def memory(self, plan: Plan) -> MemoryPrediction:
+        first = 0 if plan.recompute == "none" else 8 if plan.recompute_blocks is None else plan.recompute_blocks
+        saved = {"none": 0, "selective": 5, "full": 9}[plan.recompute]
+        return MemoryPrediction(optimizer=10 * GIB, activations=(80 - saved * first) * GIB)
+
+    def verdict(self, plan: Plan) -> Verdict:
+        """Tight is what would be too large by a tenth."""
+        peak = self.memory(plan).peak
+        return "no" if peak > self.limit_bytes else "fits" if peak * 1.1 <= self.limit_bytes else "tight"
+
+
+@pytest.mark.parametrize(
+    ("limit", "recompute", "blocks", "why"),
+    [
+        (100, "none", None, None),  # since the loss is in parts
+        (99 * 0.95, "selective", 1, "the first of 8: 85.0 GiB of 94.0; with one less 90.0 GiB"),
+        (80, "selective", 4, "the first of 8: 70.0 GiB of 80.0; with one less 75.0 GiB"),
+        (56, "selective", None, None),  # with one less it is tight
+        (54.9, "selective", None, None),  # it is tight with all of them
+    ],
+)
+def test_no_more_blocks_are_recomputed_than_memory_asks_for(limit, recompute, blocks, why):
+    asked = OfBlocks(limit)
+    plan, reasons = chosen(SELECTIVE, space(recipe({"loss_chunks": 4})), asked)
+    assert (plan.recompute, plan.recompute_blocks) == (recompute, blocks)
+    assert asked.verdict(plan) == asked.verdict(SELECTIVE)
+    assert reasons.get("recompute_blocks") == why
+
+
+@pytest.mark.parametrize("said", [{"recompute": "selective"}, {"recompute": "selective", "recompute_blocks": 6}])
+def test_who_says_what_to_recompute_means_it(said):
+    plan, reasons = chosen(SELECTIVE.model_copy(update=said), space(recipe(said)), OfBlocks(80))
+    assert plan.recompute_blocks == said.get("recompute_blocks")
+    assert "recompute_blocks" not in reasons
+
+
+def test_stages_of_a_pipeline_recompute_all_of_their_blocks():
+    asked = OfBlocks(80)
+    plan = SELECTIVE.model_copy(update={"mesh": Mesh(pipeline=2), "accumulate": 4, "narrow_weights": False})
+    assert chosen(plan, space(), asked)[0] == plan
+
+
+# --- micro_batch
+
+
+class OfSamples(OfBlocks):
+    """As many GiB as blocks of 32 samples have, for as many samples; accumulating takes a fifth longer."""
+
+    def memory(self, plan: Plan) -> MemoryPrediction:
+        whole = super().memory(plan)
+        logits = 16 * GIB // plan.loss_chunks
+        return whole.model_copy(
+            update={name: size * plan.micro_batch // 32 for name, size in (("activations", whole.activations),)}
+            | {"logits": logits * plan.micro_batch // 32}
+        )
+
+    def seconds(self, plan: Plan) -> float | None:
+        again = {"none": 0.0, "selective": 0.001, "full": 0.1}[plan.recompute] * (plan.recompute_blocks or 8)
+        return 0.1 * (1.2 if plan.accumulate > 1 else 1.0) + again
+
+
+HALVES = PLAN.model_copy(update={"micro_batch": 16, "accumulate": 2})
+
+
+def test_one_gpu_takes_all_samples_at_once_in_the_room_that_parts_and_recomputing_make():
+    """Halves take 58 GiB. The whole takes 106; with the loss in four parts 94, and 5 less for each block."""
+    plan, reasons = chosen(HALVES, asked=OfSamples(80 * 1.1))
+    assert (plan.micro_batch, plan.accumulate, plan.loss_chunks) == (32, 1, 4)
+    assert (plan.recompute, plan.recompute_blocks) == ("selective", 3)
+    assert reasons["micro_batch"] == "in micro-batches of 16 a step would take 0.12 s, so 0.103"
+    assert reasons["loss_chunks"].startswith("all logits at once would take 4.0 GiB")
+    assert reasons["recompute_blocks"] == "the first of 8: 79.0 GiB of 88.0; with one less 84.0 GiB"
+
+
+def test_parts_are_not_traced_where_all_but_the_logits_is_too_large_already():
+    asked = OfSamples(29)  # eight samples have 20 GiB beside 10 of state
+    fours = HALVES.model_copy(update={"micro_batch": 4, "accumulate": 8})
+    plan, _ = chosen(fours, space(recipe({"recompute": "none"})), asked)
+    assert plan.micro_batch == 4
+    assert asked.prepared == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fixed", "limit"),
+    [
+        ({}, {}, 50),  # all at once takes 54, if cheap things are recomputed, and 22 with all: too slow
+        ({"mesh": Mesh(replicate=2), "micro_batch": 8, "narrow_weights": False}, {}, 200),
+        ({}, {"micro_batch": 16}, 200),
+        ({}, {"accumulate": 2}, 200),
+        ({}, {"recompute": "none"}, 90),
+    ],
+)
+def test_micro_batches_stay_where_larger_ones_do_not_pay_or_may_not_be(changes, fixed, limit):
+    plan = HALVES.model_copy(update=changes)
+    found, reasons = chosen(plan, space(recipe(fixed)), OfSamples(limit))
+    assert (found.micro_batch, found.accumulate, found.recompute) == (plan.micro_batch, plan.accumulate, "none")
+    assert "micro_batch" not in reasons
 
 
 # --- cuda_graph

@@ -12,7 +12,7 @@ from gradus.planner.choice.nothing_fits import _larger_numbers, nothing_fits
 from gradus.planner.choice.search import Foresight, search
 from gradus.schema.errors import EXIT_NO_PLAN, NoPlanFits
 from gradus.schema.plan import Mesh, Plan
-from gradus.schema.prediction import Verdict
+from gradus.schema.prediction import MemoryPrediction, Verdict
 from gradus.schema.recipe import Recipe
 
 
@@ -56,6 +56,23 @@ def test_what_the_recipe_fixes_is_the_first_thing_to_change() -> None:
     assert keys[0] == {"plan.micro_batch": 2}
     assert {"plan.recompute": "full"} in keys
     assert not any("gpus" in change for change in error.details["changes"]), "the mesh is fixed"
+
+
+def test_fewer_blocks_than_would_fit_is_the_next() -> None:
+    class Sparing(Formula):
+        """Blocks that are not recomputed are all but none of them."""
+
+        def memory(self, plan: Plan) -> MemoryPrediction:
+            spares = plan.recompute_blocks is not None
+            return super().memory(plan.model_copy(update={"recompute": "none"}) if spares else plan)
+
+    fixed = {"mesh": Mesh(replicate=8), "micro_batch": 8, "recompute": "full", "recompute_blocks": 1}
+    where, formula = space(recipe(**fixed)), Sparing(10, sample=30)
+    error = nothing_fits(
+        where, search(where, formula), formula, lambda changed, ranks: (space(changed, ranks), formula)
+    )
+    assert {"plan.recompute_blocks": None} in [change["set"] for change in error.details["changes"]]
+    assert "--set plan.recompute_blocks=null" in str(error.hint)
 
 
 def test_a_shorter_context_is_told_where_activations_bind() -> None:

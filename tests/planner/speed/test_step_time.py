@@ -115,6 +115,17 @@ def test_what_is_recomputed_is_counted_apart():
     assert 0.1 * none.compute < full.recompute < 0.36 * none.compute
 
 
+def test_blocks_that_are_spared_are_not_computed_twice():
+    """Four of 16: a fourth of the time, and of the operations that are counted twice."""
+    full, some = plan(recompute="full"), plan(recompute="full", recompute_blocks=4)
+    none, all_of_them, four = step(plan()), step(full), step(some)
+    assert four.recompute == pytest.approx(all_of_them.recompute / 4)
+    assert four.compute == pytest.approx(none.compute)
+    twice = hardware_flops(PROFILE, full) - model_flops(PROFILE, full)
+    assert hardware_flops(PROFILE, some) - model_flops(PROFILE, some) == pytest.approx(twice / 4)
+    assert step(plan(recompute="full", recompute_blocks=99)) == all_of_them
+
+
 def test_a_tensor_group_computes_less_and_waits_for_what_it_sends():
     alone, divided = step(plan()), step(plan(mesh=Mesh(tensor=8)))
     assert divided.compute == pytest.approx(alone.compute / 8, rel=0.25)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.finding import Finding
+from gradus.planner.choice.typed import options
+from gradus.record.format import count_text
 from gradus.schema.plan import Plan
 
 UNUSED = 0.5  # of the limit, that is in use at the peak: below, twice the activations would fit
@@ -88,11 +90,15 @@ def needless_recompute(evidence: Evidence) -> Finding | None:
         return None
     # Recomputing everything makes the forward pass twice; the selective kind only the attention of it.
     again = evidence.share("forward") * (1.0 if plan.recompute == "full" else 0.5)
+    some, without = "", options({"plan.recompute": "none"})
+    if plan.recompute_blocks is not None:
+        some = f" in {count_text(plan.recompute_blocks, 'block')}"
+        without = options({"plan.recompute": "none", "plan.recompute_blocks": None})
     if peak > UNUSED * limit or again < LEAST_GAIN:
         return None
     return Finding(
         "needless-recompute",
-        f"activations are computed twice (recompute: {plan.recompute}) to save memory, of which only "
+        f"activations are computed twice (recompute: {plan.recompute}{some}) to save memory, of which only "
         f"{peak / limit:.0%} is in use",
         {
             "forward_seconds": evidence.seconds["forward"],
@@ -100,10 +106,10 @@ def needless_recompute(evidence: Evidence) -> Finding | None:
             "memory_peak_bytes": peak,
             "memory_limit_bytes": limit,
         },
-        "--set plan.recompute=none",
+        without,
         again,
         "high" if evidence.confidence == "high" and evidence.has_gpu else "medium",
-        not_measured=("what activations would take: gradus plan --set plan.recompute=none says it",),
+        not_measured=(f"what activations would take: gradus plan {without} says it",),
     )
 
 

@@ -120,7 +120,7 @@ def _candidates(shortage: Shortage) -> Iterator[Change]:
     if shortage.state_fits:
         yield from _chunked_loss(shortage)
         yield from _smaller_micro_batch(shortage)
-        if plan.recompute != "full":
+        if plan.recompute != "full" or plan.recompute_blocks is not None:
             yield _recomputed(shortage)
         if narrow:
             yield _changed(shortage, {"precision": "bf16"}, "activations of matrix multiplications are half as large")
@@ -158,7 +158,8 @@ def _recomputed(shortage: Shortage) -> Change:
     size = shortage.size
     assert size is not None
     blocks = max(1, (size.parameters - size.outside_blocks) // max(1, size.largest_block))
-    change = _changed(shortage, {"recompute": "full"}, "activations of blocks are computed twice, a third more work")
+    everywhere = {"recompute": "full", "recompute_blocks": None}
+    change = _changed(shortage, everywhere, "activations of blocks are computed twice, a third more work")
     return replace(change, activation_bytes=change.activation_bytes // blocks)
 
 

@@ -1,19 +1,21 @@
-"""Levers: what makes a step faster and is decided when its split is: loss_chunks and cuda_graph. No torch.
+"""Levers: what makes a step faster and is decided when its split is: loss_chunks, recompute_blocks, cuda_graph.
 
-Both follow from the micro-batch, so that they are chosen for plans that a search has found, and not searched for.
+All follow from the micro-batch, so that they are chosen for plans that a search has found, and not searched for; then
+one GPU is asked for a larger micro-batch once more, in the room that they make. No torch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from gradus.parallel.case import reason_of
 from gradus.parallel.support import LOSS_KERNEL_CAPABILITY, RULES
-from gradus.planner.choice.candidates import Space
+from gradus.planner.choice.candidates import RECOMPUTE, Space, micro_batches, refusal, with_micro_batch
 from gradus.planner.choice.reasons import gib
-from gradus.planner.choice.search import Foresight
+from gradus.planner.choice.search import Foresight, gain_worth_it
 from gradus.planner.defaults import Chosen
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.request import NARROW
@@ -47,15 +49,26 @@ Settled = tuple[Plan, dict[str, str]]  # a plan, and why its levers are as they 
 def settled(plans: Sequence[Plan], space: Space, foresight: Tracing) -> list[Settled]:
     """Plans that a search has found, with their levers; what the recipe fixes stays."""
     found = []
-    for plan, chunks in zip(plans, _loss_chunks(plans, space, foresight), strict=True):
-        reasons = {name: why for name, (_, why) in chunks.items()}
-        chunked = plan.model_copy(update={name: value for name, (value, _) in chunks.items()})
-        graphed, why = with_cuda_graph(chunked, space, foresight)
-        found.append((graphed, reasons | why))
+    for chunked in _with_loss_chunks(plans, space, foresight):
+        fewer = _and(chunked, with_fewer_blocks(chunked[0], space, foresight))
+        larger = with_larger_micro_batch(fewer, space, foresight)
+        found.append(_and(larger, with_cuda_graph(larger[0], space, foresight)))
     return found
 
 
+def _and(first: Settled, then: Settled) -> Settled:
+    return then[0], first[1] | then[1]
+
+
 # --- loss_chunks
+
+
+def _with_loss_chunks(plans: Sequence[Plan], space: Space, foresight: Tracing) -> list[Settled]:
+    found = []
+    for plan, chosen in zip(plans, _loss_chunks(plans, space, foresight), strict=True):
+        chunked = plan.model_copy(update={name: value for name, (value, _) in chosen.items()})
+        found.append((chunked, {name: why for name, (_, why) in chosen.items()}))
+    return found
 
 
 def chunks_of(tokens: float, vocabulary: int | None) -> int:
@@ -126,6 +139,74 @@ def chosen_chunks(
     return chunks, f"all logits at once would take {gib(logits)}, and go through memory four times"
 
 
+# --- recompute_blocks
+
+
+def with_fewer_blocks(plan: Plan, space: Space, foresight: Tracing) -> Settled:
+    """As few recomputed blocks as fit, where the planner decided to recompute: who says so means all of them.
+
+    None at all, if a loss in parts has made room enough.
+    """
+    blocks = len(foresight.trace().blocks)
+    if plan.recompute == "none" or {"recompute", "recompute_blocks"} & space.fixed.keys() or blocks < 2:
+        return plan, {}
+    if refusal(space, _recomputing(plan, 1)) is not None or foresight.verdict(plan) != "fits":
+        return plan, {}
+    fewest = bisect_left(range(blocks), True, key=lambda first: foresight.verdict(_recomputing(plan, first)) == "fits")
+    if fewest == blocks:
+        return plan, {}
+    chosen, reasons = _recomputing(plan, fewest), dict[str, str]()
+    if fewest and foresight.limit_bytes is not None:
+        less, peak = (gib(foresight.memory(_recomputing(plan, first)).peak) for first in (fewest - 1, fewest))
+        limit = f"of {foresight.limit_bytes / 2**30:.1f}"
+        reasons["recompute_blocks"] = f"the first of {blocks}: {peak} {limit}; with one less {less}"
+    return chosen, reasons
+
+
+def _recomputing(plan: Plan, first: int) -> Plan:
+    return plan.model_copy(update={"recompute_blocks": first} if first else {"recompute": "none"})
+
+
+# --- micro_batch
+
+
+def with_larger_micro_batch(smaller: Settled, space: Space, foresight: Tracing) -> Settled:
+    """On one GPU, a larger micro-batch for which a loss in parts or recomputing makes room, if that is faster.
+
+    There accumulating costs more than small matrices do: sums of gradients are wide, and not updated from in one pass.
+    """
+    plan, seconds = smaller[0], foresight.seconds(smaller[0])
+    if plan.mesh.world_size > 1 or plan.accumulate == 1 or seconds is None or foresight.verdict(plan) != "fits":
+        return smaller
+    best, fastest = smaller, seconds - gain_worth_it(seconds)
+    for size in sorted(size for size in micro_batches(space, plan) if size > plan.micro_batch):
+        larger = _made_to_fit(with_micro_batch(space, plan, size), space, foresight)
+        if larger is None:
+            break
+        taken = foresight.seconds(larger[0])
+        if taken is not None and taken < fastest:
+            in_pieces = f"in micro-batches of {plan.micro_batch} a step would take {seconds:.3g} s, so {taken:.3g}"
+            best, fastest = (larger[0], larger[1] | {"micro_batch": in_pieces}), taken
+    return best
+
+
+def _made_to_fit(plan: Plan, space: Space, foresight: Tracing) -> Settled | None:
+    """With the loss in parts, if need be, and with as little recomputing as will do."""
+    limit = foresight.limit_bytes
+    plain = {"recompute_blocks": None, "loss_chunks": 1}
+    for policy in (plan.recompute,) if {"recompute", "recompute_blocks"} & space.fixed.keys() else RECOMPUTE:
+        tried = plan.model_copy(update={"recompute": policy, **plain} | space.fixed)
+        if refusal(space, tried) is not None:
+            continue
+        whole = foresight.memory(tried)
+        if limit is not None and whole.peak - whole.logits > limit:  # then parts need not be traced
+            continue
+        (chunked,) = _with_loss_chunks([tried], space, foresight)
+        if foresight.verdict(chunked[0]) == "fits":
+            return _and(chunked, with_fewer_blocks(chunked[0], space, foresight))
+    return None
+
+
 # --- cuda_graph
 
 
@@ -133,8 +214,8 @@ def with_cuda_graph(plan: Plan, space: Space, foresight: Tracing) -> Settled:
     if "cuda_graph" in space.fixed:
         return plan, {}
     graphed = plan.model_copy(update={"cuda_graph": True})
-    refusal = RULES["cuda_graph"](replace(space.case, plan=graphed))
-    against = reason_of(refusal) if refusal is not None else _against_graphs(plan, space, foresight)
+    refused = RULES["cuda_graph"](replace(space.case, plan=graphed))
+    against = reason_of(refused) if refused is not None else _against_graphs(plan, space, foresight)
     if against:
         return plan, {"cuda_graph": against}
     before, after, lacking = foresight.seconds(plan), foresight.seconds(graphed), foresight.launching_seconds(plan)

@@ -17,7 +17,10 @@ from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
 
 # What the recipe may fix and the planner would choose otherwise, the smallest change first.
-LOOSENED = ("micro_batch", "accumulate", "recompute", "activation_offload", "zero", "offload", "precision", "mesh")
+LOOSENED = (
+    *("micro_batch", "accumulate", "recompute_blocks", "recompute", "activation_offload", "zero", "offload"),
+    *("precision", "mesh"),
+)
 MOST_DOUBLINGS = 10  # of the GPUs, to find how many it takes
 LARGEST = 3  # of those numbers: what fits on none of them is not looked for on fewer
 SHORTEST_CONTEXT = 256

@@ -181,7 +181,7 @@ def _recompute(outcome: Outcome, found: Found, foresight: Foresight) -> str:
     peak, limit = foresight.memory(plan).peak, foresight.limit_bytes
     if plan.recompute == "none":
         return f"fits without: {gib(peak)} of {limit / 2**30:.1f}" if limit is not None else "no limit is known"
-    without = plan.model_copy(update={"recompute": "none"})
+    without = plan.model_copy(update={"recompute": "none", "recompute_blocks": None})
     if limit is not None and foresight.verdict(without) != "fits":
         return f"without it {gib(foresight.memory(without).peak)} of {limit / 2**30:.1f}"
     return _compared(outcome, found, foresight, lambda other: other.recompute == "none", "without it")

@@ -7,5 +7,10 @@ from collections.abc import Mapping
 
 
 def options(keys: Mapping[str, object]) -> str:
-    values = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in keys.items()}
-    return " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in values.items())
+    return " ".join(f"--set {shlex.quote(f'{key}={_typed(value)}')}" for key, value in keys.items())
+
+
+def _typed(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

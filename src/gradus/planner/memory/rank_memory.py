@@ -24,6 +24,7 @@ from gradus.planner.memory.timeline import NOTHING_LIVE, Division, Live
 from gradus.planner.one_pass import in_one_pass, offers_one_pass
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.rewritten.fused_norms import profile_with_fused_norms
+from gradus.planner.rewritten.spared_blocks import with_spared_blocks
 from gradus.planner.staging import staged_calls
 from gradus.planner.zero import number_bytes
 from gradus.schema.plan import Plan
@@ -132,6 +133,7 @@ def predicted_memory(profile: ModelProfile, plan: Plan, facts: MemoryFacts) -> R
     plan shards them."""
     if facts.framework.fused_norms:
         profile = profile_with_fused_norms(profile)
+    profile = with_spared_blocks(profile, plan)
     division = _division(plan)
     staged = staged_calls(profile, plan)
     ways = plan.mesh.pipeline

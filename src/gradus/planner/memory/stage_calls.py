@@ -129,7 +129,7 @@ def _with_gathered_sequence(
         return memory
     whole = replace(division, tensor=1, sequence=False)
     rest = [round(whole.size(amount) * (1 - 1 / division.tensor)) for amount in part.gathered]
-    keeps = framework.keeps_gathered and plan.recompute == "none"
+    keeps = framework.keeps_gathered and (plan.recompute == "none" or part.spared)
     there = Live(activations=sum(rest) if framework.keeps_gathered else max(rest))
     return replace(
         memory,

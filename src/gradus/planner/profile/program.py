@@ -124,6 +124,7 @@ class Part:
     scattered: tuple[Amount, ...] = ()
     keys_and_values: Amount = NOTHING  # bytes that context parallelism sends around in forward
     sent_to_experts: Amount = NOTHING  # bytes of one all-to-all; forward has two of them, backward too
+    spared: bool = False  # it is not recomputed, whatever the plan does with other blocks: see spared_blocks.py
     waits: int = 0  # how often the host reads a value in forward, and waits for the device to have it
     recompute: tuple[Operator, ...] = ()  # what of forward runs again when backward begins; see planner/recomputing.py
 

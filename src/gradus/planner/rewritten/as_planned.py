@@ -8,8 +8,8 @@ from gradus.schema.plan import Plan
 
 
 def as_planned(profile: ModelProfile, number: int, plan: Plan) -> Part:
-    """Part `number` of the profile. Recompute is for the blocks; a model without any is treated as one."""
+    """Part `number` of the profile. Recompute is for blocks that are not spared; a model without blocks is one."""
     part = profile.parts[number]
-    if part.block or not any(other.block for other in profile.parts):
+    if not part.spared and (part.block or not any(other.block for other in profile.parts)):
         part = recomputed(part, plan.recompute)
     return compiled(part) if plan.compile else part

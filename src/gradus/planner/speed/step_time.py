@@ -17,6 +17,7 @@ from gradus.parallel.stages import bubble, stages_of
 from gradus.planner.one_pass import in_one_pass, offers_one_pass
 from gradus.planner.profile.program import ModelProfile, Part
 from gradus.planner.rewritten.as_planned import as_planned
+from gradus.planner.rewritten.spared_blocks import with_spared_blocks
 from gradus.planner.speed.compute import Setting
 from gradus.planner.speed.device import Device
 from gradus.planner.speed.network import Fabric, fabric_of, group_of, send
@@ -136,6 +137,7 @@ def _timed(
     profile: ModelProfile, plan: Plan, fabric: Fabric, device: Device, facts: StepFacts
 ) -> tuple[StepPrediction, float]:
     """The step, and how much of it the device waits for the host."""
+    profile = with_spared_blocks(profile, plan)
     mesh, micro_batches = plan.mesh, plan.accumulate
     running = device.running(plan.precision, plan.ranks_per_gpu)
     sharding = Sharding.of(plan, fabric)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.rewritten.as_planned import as_planned
+from gradus.planner.rewritten.spared_blocks import with_spared_blocks
 from gradus.planner.speed.device import Device
 from gradus.schema.plan import Plan
 
@@ -35,6 +36,7 @@ def model_flops(profile: ModelProfile, plan: Plan) -> float:
 def hardware_flops(profile: ModelProfile, plan: Plan) -> float:
     """Of a step, over all ranks, with what is computed twice."""
     samples = plan.micro_batch * plan.accumulate * plan.mesh.data_ranks
+    profile = with_spared_blocks(profile, plan)
     again = {
         number: sum(op.flops.at(plan.micro_batch) for op in as_planned(profile, number, plan).recompute)
         for number in set(profile.calls)
