@@ -15,9 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -25,7 +23,7 @@ from gradus.checkpoint.part import COMMITTED
 from gradus.checkpoint.store import Checkpoint, CheckpointStore
 from gradus.data.loader import Indexed, Loader, Slices
 from gradus.data.order import Order
-from gradus.data.orders import note_of, order_for
+from gradus.data.orders import order_for
 from gradus.data.position import DataPosition, specification_hash, specification_of, with_skipped
 from gradus.data.workers import loader_stacks
 from gradus.faults.announcements import Announcements
@@ -33,21 +31,13 @@ from gradus.faults.deadline import deadline_of
 from gradus.faults.stop_request import StopRequest
 from gradus.faults.watch import Watch
 from gradus.faults.watchdog import Patience
-from gradus.hardware.catalogue import find_gpu, peak_flops
 from gradus.hardware.rank_cores import cores_of_rank
-from gradus.parallel.batch_norm import has_batch_norm
-from gradus.parallel.case import refused
 from gradus.parallel.context import split_sequence
-from gradus.parallel.local_sgd import LocalSGD, check_can_step_alone
-from gradus.parallel.pipeline import StagesHere
-from gradus.parallel.recompute import recompute_note
-from gradus.parallel.replicate import replicated, share_buffers, unwrapped
+from gradus.parallel.local_sgd import LocalSGD
+from gradus.parallel.replicate import share_buffers
 from gradus.parallel.shard import let_go
-from gradus.parallel.support import accumulated_statistics
-from gradus.parallel.wiring import Wiring
-from gradus.parallel.world import World, alone
+from gradus.parallel.world import World
 from gradus.planner.budget import between_failures, length_of
-from gradus.planner.one_pass import in_one_pass
 from gradus.planner.resolve import check_model_fits_data
 from gradus.record.directory import RunDirectory
 from gradus.record.variables import BIND, OWN
@@ -56,31 +46,28 @@ from gradus.schema.errors import GradusError, InputError
 from gradus.schema.intervals import seconds_of
 from gradus.schema.plan import Plan
 from gradus.schema.recipe import Recipe
-from gradus.training.accumulation import check_parameters_are_wide
 from gradus.training.breakdown import Timings
 from gradus.training.building import open_data
-from gradus.training.described import Described, described_model
+from gradus.training.described import described_model
 from gradus.training.evaluation import Measure, evaluate
-from gradus.training.float8 import Float8Layers, choose_layers
-from gradus.training.graphed_step import GraphedStep
+from gradus.training.float8 import Float8Layers
 from gradus.training.hooks import Hooks
-from gradus.training.loss_placement import chunk_loss, may_chunk
+from gradus.training.model_to_step import use_model
 from gradus.training.objective import Objective
-from gradus.training.optimizers import build_optimizer
 from gradus.training.out_of_memory import out_of_memory_explained
-from gradus.training.own_optimizer import let_update_in_one_pass, rebind
-from gradus.training.pipeline_step import PipelineStep, wiring_of
+from gradus.training.pipeline_step import PipelineStep
 from gradus.training.precision import Numbers, apply_backend_settings, numbers_for
-from gradus.training.preparation import prepared
 from gradus.training.profiling import Bystander, Profiling
-from gradus.training.recorder import Rates, Recorder
+from gradus.training.recorder import Recorder
 from gradus.training.resuming import bring_home, check_same_stream, newest_checkpoint, resumed, step_back
 from gradus.training.rollback import check_can_recover, left_out_by_rollbacks
+from gradus.training.same_on_ranks import check_same_data_on_ranks
 from gradus.training.save_interval import SaveInterval
 from gradus.training.saving import Saving, local_tier
 from gradus.training.schedules import Schedule, learning_rate, scaled_peak
 from gradus.training.staged import staged_recipe
 from gradus.training.step import TrainingStep
+from gradus.training.told_at_start import tell_start
 from gradus.training.trained_samples import TrainedSamples
 from gradus.training.training_state import TrainingState
 
@@ -183,7 +170,7 @@ class LiveRun:
             live.use_data(train)
             validation = open_data(here, "validation")
             live.evaluator = live.evaluator_for(validation) if validation is not None else None
-            live.check_same_data_on_ranks()
+            check_same_data_on_ranks(live)
             live.rebuild()
             live.begin()
         return live
@@ -207,7 +194,7 @@ class LiveRun:
         )
         self.objective = Objective(recipe, described.model, context=plan.mesh.context)
         self.objective.check_metric(recipe.evaluate.metric, reference_model=recipe.model.built_in)
-        self.use_model(described)
+        use_model(self, described)
 
     def use_data(self, data: Indexed) -> None:
         recipe, source = self.recipe, data.source
@@ -221,100 +208,6 @@ class LiveRun:
         self.order = order_for(data, recipe.data, recipe.seed, recipe.batch)
         self.specification = specification_of(recipe, data, self.order)
         self._make_loader()
-
-    def use_model(
-        self, described: Described, optimizer: torch.optim.Optimizer | None = None, *, fixed_buckets: bool = False
-    ) -> None:
-        """In this order: check, lay out in memory, split, fill with values, replicate; the optimizer last, unless it is
-        there."""
-        recipe, plan, world, model = self.recipe, self.plan, self.world, described.model
-        if described.note:
-            self.recorder.event("model", message=described.note)
-        self.parameter_counts = parameter_counts(model)
-        # Before the first collective over parameters, in which ranks with other ones would wait for ever.
-        self._check_ranks_agree({"parameters": self.parameter_counts[0]})
-        if has_batch_norm(model) and plan.accumulate > 1:
-            raise accumulated_statistics("the model", plan)
-        if plan.sharded and plan.accumulate > 1 and plan.accumulate_dtype == "fp32":
-            check_parameters_are_wide(model)
-        if plan.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.flops_per_sample = _flops_per_sample(model)
-        may_pad = self._some_rank_may_pad()
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self.may_chunk_loss = self.objective is not None and may_chunk(model, recipe)
-        if plan.loss_chunks > 1:
-            example = self._example() if self.objective is not None else None
-            chunk_loss(model, plan.loss_chunks, self.objective, example)
-        # Said in `begin`, of the whole model: a pipeline leaves this rank a part of it.
-        self.recompute_note = recompute_note(model, plan)
-        self.float8_layers = choose_layers(model, plan.fp8_scaling) if plan.precision == "fp8" else None
-        wiring = self._wiring(model) if plan.mesh.pipeline > 1 else None
-        wrapped = prepared(model, recipe, plan, world, self.numbers, some_rank_may_pad=may_pad, wiring=wiring)
-        offloaded = torch.device("cpu") if plan.offload == "cpu" else None
-        described.fill(wrapped, world, shards_on=offloaded)
-        steps_alone = plan.synchronise_every > 1 and world.size > 1
-        if steps_alone:
-            check_can_step_alone(model, plan.synchronise_every, some_rank_may_pad=may_pad)
-        elif world.averaging_ranks > 1 and not plan.sharded and plan.mesh.pipeline == 1:
-            wrapped = replicated(
-                wrapped,
-                world,
-                plan.bucket_mib,
-                compression=plan.compression,
-                some_rank_may_pad=may_pad,
-                fixed_buckets=fixed_buckets,
-            )
-        self.model = unwrapped(wrapped)
-        if optimizer is not None:
-            if plan.cuda_graph:
-                why = "the script has an optimizer of its own, whose numbers a recording would freeze"
-                hint = "let the recipe name the optimizer, and call run.prepare(model)"
-                raise refused("plan.cuda_graph", "true", why, allowed="false", hint=hint)
-            rebind(optimizer, names, self.model)
-        narrow = plan.narrow_weights and world.device.type == "cuda"
-        if optimizer is not None and narrow and in_one_pass(plan, offered=recipe.on_nan != "skip"):
-            let_update_in_one_pass(optimizer)
-        self.optimizer = optimizer or build_optimizer(self.model, recipe.optimizer, narrow_weights=narrow)
-        if steps_alone:
-            self.local_sgd = LocalSGD(self.model, self.optimizer, world, plan.synchronise_every, plan.bucket_mib)
-        if isinstance(wrapped, StagesHere):
-            clip, seed = recipe.optimizer.clip, recipe.seed
-            assert self.objective is not None
-            self.step = PipelineStep(
-                wrapped,
-                self.optimizer,
-                self.objective,
-                self.numbers,
-                world,
-                plan,
-                clip=clip,
-                seed=seed,
-                on_nan=recipe.on_nan,
-            )
-            self.step.own = self.watch.own
-            return
-        self.step = (GraphedStep if plan.cuda_graph else TrainingStep)(
-            wrapped,
-            self.optimizer,
-            self.objective,
-            self.numbers,
-            alone(world.device) if steps_alone else world,
-            accumulate=plan.accumulate,
-            clip=recipe.optimizer.clip,
-            seed=recipe.seed,
-            zero=plan.zero,
-            accumulate_in_fp32=plan.accumulate_dtype == "fp32",
-            local_sgd=self.local_sgd,
-            on_nan=recipe.on_nan,
-            narrow_weights=plan.narrow_weights,
-            others_write_weights=bool(recipe.hooks) or self.objective is None,
-            narrow_in_calls=self.objective is None,
-        )
-        if isinstance(self.step, GraphedStep):
-            self.step.tell = self.warn
-        self.step.own = self.watch.own
-        self.watch.own.watch_gradients(self.step.model)
 
     def warn(self, message: str) -> None:
         self.recorder.event("warning", message=message)
@@ -332,37 +225,13 @@ class LiveRun:
             self.recorder.event("resume", step=0, message="no checkpoint can be used: starts again from step 0")
         self.leave_out([*self.recipe.data.skip, *left_out_by_rollbacks(self)])
         self.schedule = learning_rate(self.recipe.optimizer, self.recipe.batch, self.total_steps)
-        recorder, rates = self.recorder, self._rates()
-        recorder.rates = rates
-        recorder.status(step=self.state.step, steps_total=self.total_steps)
-        start = {"step": self.state.step, "steps_total": self.total_steps, "ranks": self.world.size, **rates.mfu()}
-        start |= {"device": self.world.device.type, "threads": torch.get_num_threads()}
-        start |= {"parameters": self.parameter_counts[0]}
-        recorder.event("start", **start)
+        tell_start(self)
         self.samples = TrainedSamples(self)
-        if self.world.device.type == "cpu" and self.cluster is not None and self.cluster.gpus_per_node:
-            promised = f"{self.cluster.gpus_per_node} × {self.cluster.gpu_name}" if self.cluster.gpu else "GPUs"
-            message = f"trains on the CPU: {self.cluster.name} promises {promised} on each node, but there is none here"
-            recorder.event("warning", message=message)
-        total, trained = self.parameter_counts
-        if trained < total:
-            recorder.event("model", message=f"trains {trained:,} of {total:,} parameters")
-        if self.recompute_note:
-            recorder.event("recompute", message=self.recompute_note)
-        if self.float8_layers is not None:
-            recorder.event("precision", message=self.float8_layers.summary())
-            for doubt in self.float8_layers.doubts(self._rows_at_once(), self.plan.compile):
-                recorder.event("warning", message=doubt)
-        note = getattr(self.train_data, "note", None)
-        if note:
-            recorder.event("data", message=note)
-        if self.world.leads and (note := note_of(self.order, self.total_samples)):
-            recorder.event("data", message=note)
         if self.plan.workers == "auto":
             self._choose_workers()
         _, scaling = scaled_peak(self.recipe.optimizer, self.recipe.batch)
         if scaling:
-            recorder.event("learning-rate", message=scaling)
+            self.recorder.event("learning-rate", message=scaling)
 
     def leave_out(self, positions: Sequence[Sequence[int]]) -> None:
         """Of the stream, from now on, besides those that the checkpoint says are to be skipped."""
@@ -450,43 +319,11 @@ class LiveRun:
         # In an order of their own: the first few as they lie may all be of one class or from one text.
         return Evaluator(self._loader(data, at_once, samples, 1, EVALUATION_ORDER), math.ceil(samples / at_once))
 
-    def _some_rank_may_pad(self) -> bool:
+    def some_rank_may_pad(self) -> bool:
         """With a micro-batch of samples missing from the last step, some rank has only padding there."""
         if not self.total_samples:
             return self.recipe.steps is None
         return self.total_steps * self.recipe.batch - self.total_samples >= self.plan.micro_batch
-
-    def check_same_data_on_ranks(self) -> None:
-        self._check_ranks_agree(
-            {
-                "training samples": self.train_data.length,
-                "steps": self.total_steps,
-                "evaluation batches": self.evaluator.batches if self.evaluator else 0,
-            }
-        )
-        # As many samples need not be the same ones. 60 bits of the hash are a number that a tensor can hold.
-        self._check_ranks_agree(
-            {"specification": int(specification_hash(self.specification)[:15], 16)},
-            "the data is not the same on all nodes; ranks that see other samples than rank 0: {ranks}",
-            hint="compare the files under data.path on the nodes: their content, names and sizes",
-        )
-
-    def _check_ranks_agree(
-        self,
-        facts: dict[str, int],
-        message: str = "the ranks do not agree on the number of {name}: {values}",
-        hint: str = "the model and data callables must return the same on every rank",
-    ) -> None:
-        """Ranks that see another dataset or model would train on nonsense, or wait for each other for ever."""
-        if self.world.size == 1:
-            return
-        mine = torch.tensor(list(facts.values()), dtype=torch.int64, device=self.world.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world.size)]
-        dist.all_gather(everyone, mine)
-        for name, values in zip(facts, torch.stack(everyone).T.tolist(), strict=True):
-            if len(set(values)) > 1:
-                others = ", ".join(str(rank) for rank, value in enumerate(values) if value != values[0])
-                raise InputError(message.format(name=name, values=values, ranks=others), hint=hint, found=values)
 
     def _make_loader(self) -> None:
         recipe, accumulate = self.recipe, self.plan.accumulate
@@ -525,46 +362,8 @@ class LiveRun:
             copying=self.watch.own.inside("host_to_device"),
         )
 
-    def _wiring(self, model: nn.Module) -> Wiring:
-        """Where the model may be cut into stages, seen on a batch of one sample."""
-        assert self.objective is not None, "own loops have no pipeline"
-        return wiring_of(model, self.recipe, self.plan, self.objective, self._example())
-
-    def _example(self) -> Any:
-        """A batch of one sample, for its shapes."""
-        raw = self.train_data.fetch(np.zeros(1, dtype=np.int64), self.recipe.seed)
-        return self.train_data.finish(raw, self.numbers.parameters)
-
-    def _rows_at_once(self) -> int | None:
-        """How many tokens a layer of this rank sees in one micro-batch."""
-        if self.tokens_per_sample is None:
-            return None
-        return self.plan.micro_batch * self.tokens_per_sample // self.plan.mesh.context
-
-    def _rates(self) -> Rates:
-        device = self.world.device
-        gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        peak = peak_flops(gpu, self.plan.precision) if gpu else None
-        return Rates(
-            tokens_per_sample=self.tokens_per_sample,
-            flops_per_sample=self.flops_per_sample,
-            peak_flops=peak * self.world.size if peak else None,
-            peak_source=f"{self.plan.precision} dense, {gpu.sources['peak_tflops']}" if gpu and peak else None,
-        )
-
 
 def _cluster_of(run: RunDirectory, attempt: int) -> Cluster | None:
     """What the attempt's files say about where it runs."""
     file = run.attempt_path(attempt) / "cluster.yaml"
     return Cluster.load(file) if file.exists() else None
-
-
-def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """All, and those that are trained."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-
-
-def _flops_per_sample(model: nn.Module) -> float | None:
-    count = getattr(model, "flops_per_sample", None)
-    return float(count()) if callable(count) else None

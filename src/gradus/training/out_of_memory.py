@@ -33,7 +33,7 @@ _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)|you tried to
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # What was being done, by the function that did it; of several, the innermost counts.
 _WORK = {
-    ("live_run", "use_model"): "preparing the model",
+    ("model_to_step", "use_model"): "preparing the model",
     ("described", "described_model"): "building the model",
     ("described", "fill"): "building the model",
     ("live_run", "restore"): "loading the checkpoint",

@@ -42,6 +42,7 @@ from gradus.training.leaving import end, tell_ending, tell_failure
 from gradus.training.live_run import Evaluator, LiveRun
 from gradus.training.loop import TimedBatches
 from gradus.training.loss_placement import with_loss_chunks
+from gradus.training.model_to_step import use_model
 from gradus.training.narrow_calls import hint_at_narrow_weights, narrow_calls
 from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_explained
 from gradus.training.own_evaluation import Results, measure_of
@@ -50,6 +51,7 @@ from gradus.training.own_optimizer import check_arguments, check_optimizer, chec
 from gradus.training.own_process import Shown, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
 from gradus.training.readback import PendingNumbers
+from gradus.training.same_on_ranks import check_same_data_on_ranks
 
 
 class Run:
@@ -173,7 +175,7 @@ class Run:
                 live.plan = choice.plan
                 if live.world.leads:
                     write_files(self._place.run, self._place.attempt, plan_file(choice))
-            live.use_model(described, optimizer, fixed_buckets=live.recipe.deterministic)
+            use_model(live, described, optimizer, fixed_buckets=live.recipe.deterministic)
             restored = live.restore()
             assert restored, "every byte was compared before, since a model of the script's is not built anew"
         self._prepared = True
@@ -189,7 +191,7 @@ class Run:
         live, data = self._live, Indexed(dataset, "run.batches")
         with self._failing():
             live.use_data(data)
-            live.check_same_data_on_ranks()
+            check_same_data_on_ranks(live)
             live.begin()
         compiled_in_place(live.model)  # what the script has compiled since `prepare`
         samples = live.samples.noted(live.loader.micro_batches(live.state.step, live.total_steps))
