@@ -13,7 +13,7 @@ from training_cases import MODELS, live_run, recipe_for
 from gradus.parallel.world import alone
 from gradus.record.directory import RunDirectory
 from gradus.record.metrics import read_metrics
-from gradus.training import live_run as building
+from gradus.training import model_to_step as building
 from gradus.training.gradients import total_norm
 from gradus.training.live_run import LiveRun
 from gradus.training.loop import train
