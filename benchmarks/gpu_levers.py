@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bias_sums import passes_with_sums
 from kernel_times import kernel_times
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -104,6 +105,7 @@ class Variant:
     cheap: bool = False  # compiled code computes again whatever is no product or attention
     one_pass: bool = False  # the optimizer is one kernel that reads gradients of 16 bits
     short: bool = False  # formulas for GELU, as gradus compiles blocks
+    sums: bool = False  # of biases' gradients, in the kernels that write what is summed (with `short`)
     all_convolutions: bool = False  # cuDNN tries every algorithm that it has, not ten
 
 
@@ -126,6 +128,14 @@ OF_TEXT = (
     Variant("kernel, one pass, cheap, graph", **_KERNEL, one_pass=True, cheap=True, graph=True),
     Variant("kernel, one pass, blocks", **_KERNEL, one_pass=True, compiled="blocks"),
     Variant("kernel, one pass, blocks, short", **_KERNEL, one_pass=True, compiled="blocks", short=True),
+    Variant(
+        "kernel, one pass, blocks, short, sums of biases",
+        **_KERNEL,
+        one_pass=True,
+        compiled="blocks",
+        short=True,
+        sums=True,
+    ),
     Variant(
         "kernel, one pass, blocks, short, graph", **_KERNEL, one_pass=True, compiled="blocks", short=True, graph=True
     ),
@@ -213,6 +223,8 @@ class Training:
             return self._whole
         if variant.compiled == "blocks":
             given: dict[str, Any] = {"dynamic": False, "options": dict(variant.options) or None}
+            if variant.sums:
+                given["options"] = {**variant.options, "post_grad_custom_pre_pass": passes_with_sums()}
             for part in parts_to_compile(self.model):
                 compile_part(part, **(with_graph_passes(**given) if variant.short else given))
             set_apart(self.model)
