@@ -17,6 +17,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ SMALL: dict[str, tuple[dict[str, Any], int]] = {
 WAYS = ("bf16", "tensor", "row", "block")
 
 
-def live_run(model: dict[str, Any], batch: int, steps: int, way: str, compile: bool, folder: Path) -> LiveRun:
+def live_run(
+    model: dict[str, Any], batch: int, steps: int, way: str, compile: bool, folder: Path, changes: Sequence[str] = ()
+) -> LiveRun:
+    """A run with that kind of products; `changes` are keys of the recipe, as --set takes them."""
     plan: dict[str, Any] = {"compile": compile, "precision": "bf16", "checkpoint_every": 10**9}
     if way != "bf16":
         plan |= {"precision": "fp8", "fp8_scaling": way}
@@ -72,7 +76,7 @@ def live_run(model: dict[str, Any], batch: int, steps: int, way: str, compile: b
         "optimizer": {"use": "adamw", "lr": 3e-4, "warmup": steps // 10, "decay": "cosine", "clip": 1.0},
         "plan": plan,
     }
-    recipe = resolved(Recipe.from_document(document))
+    recipe = resolved(Recipe.from_document(document, overrides=changes))
     chosen = default_plan(recipe, detect_cluster(), 1).plan
     return LiveRun.from_recipe(recipe, chosen, RunDirectory.create(folder, "fp8"), 1, alone(DEVICE))
 
