@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 # Before torch is imported, and for all processes that tests start: several tests run at once, each in several
 # processes. With a thread for each core in each of them, they would mostly wait for each other.
@@ -21,6 +22,9 @@ from hypothesis import HealthCheck, settings
 from pool import Pool
 
 from gradus.record.directory import RunDirectory
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so does whatever that starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure. The same examples each time: a new one that fails is no news about the change at hand.
 # To look for others: HYPOTHESIS_SEARCHES=1.
