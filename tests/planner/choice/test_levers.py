@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -217,6 +218,16 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(limit, recompute, bl
     assert (plan.recompute, plan.recompute_blocks) == (recompute, blocks)
     assert asked.verdict(plan) == asked.verdict(SELECTIVE)
     assert reasons.get("recompute_blocks") == why
+
+
+def test_a_block_that_is_called_twice_is_one_block():
+    class Towers(OfBlocks):
+        def trace(self) -> ModelProfile:
+            return replace(super().trace(), calls=(0,) * 16, block_order=2 * tuple(range(8)))
+
+    plan, reasons = chosen(SELECTIVE, space(recipe({"loss_chunks": 4})), Towers(80))
+    assert plan.recompute_blocks == 4
+    assert reasons["recompute_blocks"].startswith("the first of 8: ")
 
 
 @pytest.mark.parametrize("said", [{"recompute": "selective"}, {"recompute": "selective", "recompute_blocks": 6}])
