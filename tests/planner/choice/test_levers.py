@@ -283,6 +283,18 @@ def test_parts_are_not_traced_where_all_but_the_logits_is_too_large_already():
     assert asked.prepared == []
 
 
+@pytest.mark.parametrize(("slower", "size", "traced"), [(1.01, 8, []), (1.2, 32, [4])])
+def test_parts_are_traced_only_where_a_larger_micro_batch_would_be_faster_with_room(slower, size, traced):
+    class Accumulating(OfSamples):
+        def seconds(self, plan: Plan) -> float | None:
+            return 0.1 * (slower if plan.accumulate > 1 else 1.0)
+
+    asked = Accumulating(200)
+    plan, _ = chosen(HALVES.model_copy(update={"micro_batch": 8, "accumulate": 4}), space(recipe()), asked)
+    assert plan.micro_batch == size
+    assert asked.prepared == traced
+
+
 @pytest.mark.parametrize(
     ("changes", "fixed", "limit"),
     [
