@@ -347,3 +347,18 @@ def test_a_deadline_finds_the_number_of_gpus():
     assert choice.prediction.budget.seconds <= alone / 1.5
     with pytest.raises(NoPlanFits, match="--deadline"):
         gradus.plan(long, SITE, deadline="1s")
+
+
+def test_a_number_of_gpus_is_judged_by_the_plans_that_are_answered_for_it():
+    """With the loss in parts, steps are predicted to take longer, and two GPUs are too slow: four are not."""
+    words = {"use": "gpt", "layers": 6, "width": 512, "heads": 8, "context": 512, "vocabulary": 50304}
+    changes = {"steps": 100_000, "model": words, "batch": 128}
+    long = Recipe.from_document(recipe().model_dump(exclude_unset=True) | changes)
+    on_two = gradus.plan(long, SITE, gpus=2)
+    assert on_two[0].plan.loss_chunks > 1
+    fastest = min(choice.prediction.budget.seconds for choice in on_two)
+    assert gradus.plan(long, SITE, deadline=f"{math.ceil(fastest)}s")[0].plan.mesh.world_size == 2
+    allowed = round(0.99 * fastest)
+    choices = gradus.plan(long, SITE, deadline=f"{allowed}s")
+    assert choices[0].plan.mesh.world_size == 4
+    assert all(choice.prediction.budget.seconds <= allowed for choice in choices)

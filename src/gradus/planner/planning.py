@@ -21,7 +21,7 @@ from gradus.planner.choice.gpu_count import (
     time_of,
     within,
 )
-from gradus.planner.choice.levers import Settled, settled, with_cuda_graph
+from gradus.planner.choice.levers import Settled, settled
 from gradus.planner.choice.nothing_fits import nothing_fits
 from gradus.planner.choice.reasons import gib, reasons, refused
 from gradus.planner.choice.search import MOST_CHOICES, Found, Outcome, search
@@ -279,11 +279,10 @@ class Question:
 
     def _budget(self, gpus: int) -> BudgetPrediction | None:
         ranks = self._ranks(gpus)
-        found = self.found(ranks, 1)
-        if not found.ranked:
-            return None
-        plan, _ = with_cuda_graph(found.ranked[0].plan, self.space(ranks), self.predictor)
-        return self.predictor.prediction(plan).budget
+        # As they are answered then: with their levers, which change how long a step takes.
+        plans = settled([outcome.plan for outcome in self.found(ranks).ranked], self.space(ranks), self.predictor)
+        budgets = [budget for plan, _ in plans if (budget := self.predictor.prediction(plan).budget) is not None]
+        return min(budgets, key=time_of, default=None)
 
 
 def _with_a_way_to_start(problem: NoPlanFits) -> NoPlanFits:
