@@ -31,10 +31,10 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
     return AutoModelForCausalLM.from_config(GPT2Config(**sizes, **dropouts, **SPECIAL))
 
 
-def llama() -> nn.Module:
+def llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=1))
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 1, **changes}))
 
 
 def bert(head: str = "BertForMaskedLM", **changes: Any) -> nn.Module:

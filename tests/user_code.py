@@ -44,6 +44,30 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
+class Labelled(Dataset[tuple[Tensor, int]]):
+    def __init__(self, samples: int = 60) -> None:
+        self.x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], index % 7
+
+
+class PlainClassifier(nn.Module):
+    """It returns logits, and knows nothing of a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 16)
+        self.last = nn.Linear(16, 31)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.body(x).relu())
+        return logits
+
+
 def more_points_on_rank_1() -> Dataset[Any]:
     return Points(64 + 16 * int(os.environ.get("TEST_RANK", "0")))
 

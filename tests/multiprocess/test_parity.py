@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import user_code
+from huggingface_cases import HERE
 from pool import Pool
 from training_cases import MODELS, STEPS, Trained, recipe_for, run_on
 
 Alone = Callable[..., Trained]
+CLASSIFIER, LABELLED = ({"use": f"{user_code.__file__}:{name}"} for name in ("PlainClassifier", "Labelled"))
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,25 @@ def test_a_loss_in_chunks_is_the_same_loss(pool: Pool, alone: Alone, tmp_path: P
     ranks, plan = CHUNKED[case]
     found = run_on(pool, ranks, tmp_path, recipe_for("gpt", plan={"precision": "fp64", "loss_chunks": 5, **plan}))
     assert_same(found, alone("gpt", plan={"precision": "fp64"}))
+
+
+OF_USERS: dict[str, tuple[dict[str, Any], float]] = {  # and how near the losses are: transformers' is in fp32
+    "a classifier": ({"model": CLASSIFIER, "data": LABELLED, "loss": "cross-entropy"}, 1e-9),
+    "a Llama": ({"model": {"use": f"{HERE}:llama"}, "data": {"use": f"{HERE}:Sentences"}}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("plan", [{"accumulate": 2}, {"mesh": {"shard": 2}, "zero": 3}], ids=["replicate", "zero 3"])
+@pytest.mark.parametrize("case", OF_USERS)
+def test_a_loss_in_chunks_of_a_model_of_the_users(
+    pool: Pool, alone: Alone, tmp_path: Path, case: str, plan: dict[str, Any]
+) -> None:
+    changes, near = OF_USERS[case]
+    chunked = recipe_for("gpt", **changes, plan={"precision": "fp64", "loss_chunks": 3, **plan})
+    found, whole = run_on(pool, 2, tmp_path, chunked), alone("gpt", **changes, plan={"precision": "fp64"})
+    losses = [[row["loss"] for row in run.rows if "loss" in row] for run in (found, whole)]
+    assert len(losses[0]) == STEPS
+    assert losses[0] == pytest.approx(losses[1], rel=near)
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,20 @@ SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 12, "vocabulary": 101}
 
 
 class Classifier(nn.Module):
-    """A user's model, whose logits may be changed after the last layer."""
+    """A user's model, whose logits may be changed after the last layer, or looked at, or made twice."""
 
-    def __init__(self, scale: float | None = None) -> None:
+    def __init__(self, scale: float | None = None, *, looks: bool = False, calls: int = 1) -> None:
         super().__init__()
         self.body = nn.Linear(8, 16)
         self.last = nn.Linear(16, 301)
-        self.scale = scale
+        self.scale, self.looks, self.calls = scale, looks, calls
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.last(self.body(x).relu())
+        inner = self.body(x).relu()
+        for _ in range(self.calls):
+            logits: Tensor = self.last(inner)
+        if self.looks:
+            self.largest = logits.detach().abs().max()
         return logits if self.scale is None else logits * self.scale
 
 
@@ -235,6 +239,8 @@ def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe() -> None:
     ("model", "loss", "message"),
     [
         (Classifier(2.0), "cross-entropy", "Classifier computes its loss of is not what a Linear layer of it returned"),
+        (Classifier(looks=True), "cross-entropy", "Classifier uses its logits for something else than the loss"),
+        (Classifier(calls=2), "cross-entropy", "Classifier calls its output layer more than once"),
         (Classifier(), "mse", "Classifier computes its loss itself"),
     ],
 )

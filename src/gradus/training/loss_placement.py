@@ -2,13 +2,14 @@
 time.
 
 A model may do anything between the two: cap logits, scale them, use them twice. So it is run once on tensors without
-values, and only where the loss is given the very tensor that a layer returned does the loss take over
-that layer's work. Reference models offer it by themselves.
+values, and only where the loss is given the very tensor that a layer returned, and nothing else is, does the loss take
+over that layer's work. Reference models offer it by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # private, but models ask for it where they branch on values
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gradus.data.transfer import mapped
 from gradus.models.output import LossOutput, classification_loss, layer_and_loss
@@ -88,7 +91,7 @@ def with_loss_chunks(choice: Choice, recipe: Recipe, model: nn.Module, capabilit
     length = next((length for length in lengths if isinstance(length, int)), None)
     if length is None or type(layer) is not nn.Linear:  # an adapter beside it would be left out
         return choice
-    chunks, why = chosen_chunks(choice.plan, capability, layer.out_features, length)
+    chunks, why = chosen_chunks(choice.plan, capability, layer.out_features, length * choice.plan.micro_batch)
     if not why:
         return choice
     return replace(
@@ -149,17 +152,21 @@ def _chunk_huggingface(model: Any, loss: ChunkedLoss, objective: Objective, exam
     whole = model.loss_function
     given: dict[str, Tensor] = {}
 
+    others = _UsesOf()
+
     def own(logits: Tensor, targets: Tensor, training: bool) -> LossOutput:
         given["loss_of_logits"] = logits
-        return classification_loss(logits, targets, training)
+        with others.are_not_meant():
+            return classification_loss(logits, targets, training)
 
     def theirs(logits: Tensor, *positional: Any, **named: Any) -> Any:
         given["loss_function"] = logits
-        return whole(logits, *positional, **named)
+        with others.are_not_meant():
+            return whole(logits, *positional, **named)
 
     model.loss_of_logits, model.loss_function = own, theirs
     try:
-        layer = _layer_before(model, objective, example, lambda _: next(iter(given.values()), None))
+        layer = _layer_before(model, objective, example, lambda _: next(iter(given.values()), None), others)
     finally:
         del model.loss_of_logits, model._loss_function
     if "loss_of_logits" in given:
@@ -171,27 +178,72 @@ def _chunk_huggingface(model: Any, loss: ChunkedLoss, objective: Objective, exam
     layer.__class__ = OutputLayer
 
 
-def _layer_before(model: nn.Module, objective: Objective, example: Batch, logits_of: Callable[[Any], Any]) -> nn.Linear:
-    """The Linear layer that returned the very logits of which the loss is computed."""
-    returned: list[tuple[Tensor, nn.Linear]] = []
+class _UsesOf(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices the operators that are given a tensor which a layer has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._returned: list[Tensor] = []
+        self._used: set[int] = set()
+        self._looks = True
+
+    def returned(self, tensor: Tensor) -> None:
+        self._returned.append(tensor)  # kept, so that its id stays its own
+
+    def of(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._used
+
+    @contextmanager
+    def are_not_meant(self) -> Iterator[None]:
+        """Inside is what uses it with good reason."""
+        before, self._looks = self._looks, False
+        try:
+            yield
+        finally:
+            self._looks = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._looks:
+            given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+            self._used |= given & set(map(id, self._returned))
+        return func(*args, **(kwargs or {}))
+
+
+def _layer_before(
+    model: nn.Module,
+    objective: Objective,
+    example: Batch,
+    logits_of: Callable[[Any], Any],
+    uses: _UsesOf | None = None,
+) -> nn.Linear:
+    """The Linear layer that returned the very logits of which the loss is computed, for nothing but the loss."""
+    layers: list[tuple[Tensor, nn.Linear]] = []
+    uses = uses or _UsesOf()
 
     def note(layer: nn.Linear, _: Any, y: Tensor) -> None:
-        returned.append((y, layer))
+        layers.append((y, layer))
+        uses.returned(y)
 
     hooks = [module.register_forward_hook(note) for module in model.modules() if type(module) is nn.Linear]
     try:
-        output = _run_without_values(model, objective, example)
+        output = _run_without_values(model, objective, example, uses)
     finally:
         for hook in hooks:
             hook.remove()
-    logits = logits_of(output)
-    layers = [layer for y, layer in returned if y is logits]
-    if not layers:
-        raise _refused(f"what {type(model).__name__} computes its loss of is not what a Linear layer of it returned")
-    return layers[0]
+    name, logits = type(model).__name__, logits_of(output)
+    found = [layer for y, layer in layers if y is logits]
+    if not found:
+        raise _refused(f"what {name} computes its loss of is not what a Linear layer of it returned")
+    if uses.of(logits):
+        raise _refused(f"{name} uses its logits for something else than the loss")
+    if sum(layer is found[0] for _, layer in layers) > 1:
+        raise _refused(f"{name} calls its output layer more than once")
+    return found[0]
 
 
-def _run_without_values(model: nn.Module, objective: Objective, example: Batch) -> Any:
+def _run_without_values(model: nn.Module, objective: Objective, example: Batch, watch: TorchDispatchMode) -> Any:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: Tensor) -> Tensor:  # on one device, wherever it is: parts of a model may not be anywhere yet
@@ -204,7 +256,7 @@ def _run_without_values(model: nn.Module, objective: Objective, example: Batch) 
         return functional_call(model, faked, positional, named)
 
     try:
-        with mode, torch.no_grad():
+        with mode, watch, torch.no_grad():
             return objective.answer(called, batch)
     except Exception as error:
         first = first_line(error)

@@ -14,7 +14,7 @@ from gradus.planner.choice.candidates import Space, space_of
 from gradus.planner.choice.levers import chunks_of, settled, with_cuda_graph
 from gradus.planner.choice.reasons import gib
 from gradus.planner.planning import planned
-from gradus.planner.profile.program import ModelProfile, Part
+from gradus.planner.profile.program import Amount, ModelProfile, Operator, Part
 from gradus.planner.resolve import resolved
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
@@ -165,15 +165,48 @@ def test_what_the_recipe_says_about_parts_stays():
     assert "loss_chunks" not in reasons
 
 
-def test_a_model_whose_loss_cannot_be_taken_apart_keeps_it_whole_and_nothing_is_said():
+def test_a_model_whose_loss_cannot_be_taken_apart_keeps_it_whole_and_why_is_said():
     of = space(recipe(model={"use": "huggingface", "task": "causal-lm", "config": {"model_type": "llama", **LLAMA}}))
     assert chosen(of=of)[0].loss_chunks == 4
     asked = Asked(refuses="plan.loss_chunks")
     plan, reasons = chosen(of=of, asked=asked)
     assert (plan.loss_chunks, asked.prepared) == (1, [4])
-    assert "loss_chunks" not in reasons
+    assert reasons["loss_chunks"] == "no; else they would be computed in parts"
     with pytest.raises(InputError):
         chosen(of=of, asked=Asked(refuses="model"))
+
+
+class Traced(Asked):
+    """Of a model whose last product has so many rows for each sample, and columns; the data tells no tokens."""
+
+    def __init__(self, rows: int, columns: int, **more: Any) -> None:
+        super().__init__(**more)
+        sizes = Amount(1.0), Amount(0.0, rows), Amount(columns), Amount(64.0)
+        product, after = (
+            Operator(name, kind, Amount(), Amount(), Amount(), "bfloat16", shape)
+            for name, kind, shape in (("mm", "matmul", sizes), ("_log_softmax", "reduction", ()))
+        )
+        self.profile = ModelProfile("m", (Part("after the blocks", False, (product, after)),), (0,))
+
+    def trace(self) -> ModelProfile:
+        return self.profile
+
+
+def test_logits_of_a_users_model_and_of_a_users_dataset_are_as_large_as_they_were_traced():
+    own = space(recipe(model={"use": f"{HERE}:llama"}, data={"use": f"{HERE}:Sentences"}))
+    known = {"use": "huggingface", "task": "causal-lm", "config": {"model_type": "llama", **LLAMA}}
+    for of in (own, space(recipe(model=known, data={"use": f"{HERE}:Sentences"}))):
+        asked = Traced(1024, 65536)
+        plan, reasons = chosen(of=of, asked=asked)
+        assert (plan.loss_chunks, asked.prepared) == (4, [4])
+        assert reasons["loss_chunks"] == "all logits at once would take 4.0 GiB, and go through memory four times"
+    few = Traced(1, 1000)
+    plan, reasons = chosen(of=own, asked=few)
+    assert (plan.loss_chunks, few.prepared) == (1, [])
+    assert "loss_chunks" not in reasons, "of a model that is no language model nobody would ask"
+    plan, reasons = chosen(of=own, asked=Traced(1024, 65536, refuses="plan.loss_chunks"))
+    assert plan.loss_chunks == 1
+    assert reasons["loss_chunks"] == "no; else they would be computed in parts"
 
 
 # --- recompute_blocks
@@ -389,6 +422,13 @@ def test_a_plan_for_one_gpu_has_levers_and_predicts_them():
     assert best.prediction.memory.logits < plain.prediction.memory.logits
     assert {plain.reasons[name] for name in without} == {"fixed by the recipe"}
     assert not any("launched as graphs" in said for said in plain.prediction.basis)
+
+
+def test_a_users_llama_with_a_users_data_has_its_loss_in_parts():
+    own = {"model": {"use": f"{HERE}:llama", "vocab_size": 65536, "max_position_embeddings": 1024}}
+    best = planned(recipe(**own, data={"use": f"{HERE}:Sentences", "length": 1024}), H200, 1).choices[0]
+    assert best.plan.loss_chunks == 4
+    assert "4.0 GiB" in best.reasons["loss_chunks"]
 
 
 def test_an_output_layer_with_an_adapter_beside_it_is_not_left_to_a_loss_in_parts():

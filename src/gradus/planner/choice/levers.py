@@ -89,8 +89,8 @@ def _loss_chunks(plans: Sequence[Plan], space: Space, foresight: Tracing) -> lis
     """For each plan its choice, or nothing. What they are predicted from is traced in one go."""
     if "loss_chunks" in space.fixed:
         return [{} for _ in plans]
-    tokens = foresight.trace().tokens_per_sample or 0
-    chosen = [_chunks(plan, space, tokens) for plan in plans]
+    profile = foresight.trace()
+    chosen = [_chunks(plan, space, profile) for plan in plans]
     chunked = [
         plan.model_copy(update={"loss_chunks": chunks})
         for plan, (chunks, _) in zip(plans, chosen, strict=True)
@@ -99,10 +99,11 @@ def _loss_chunks(plans: Sequence[Plan], space: Space, foresight: Tracing) -> lis
     try:
         foresight.prepare(chunked)
     except InputError as problem:
-        # What a model of Hugging Face does to its logits is not known before it is looked at.
+        # What a model of somebody else's does to its logits is not known before it is looked at.
         if problem.details.get("field") != "plan.loss_chunks":
             raise
-        return [{} for _ in plans]
+        why = f"{problem.message.removeprefix('plan.loss_chunks: ')}; else they would be computed in parts"
+        return [{"loss_chunks": (1, why)} if chunks > 1 else {} for chunks, _ in chosen]
     return [
         {"loss_chunks": _if_it_saves(plan, choice, foresight)} if choice[1] else {}
         for plan, choice in zip(plans, chosen, strict=True)
@@ -117,22 +118,30 @@ def _if_it_saves(plan: Plan, choice: Chosen, foresight: Foresight) -> Chosen:
     return 1, f"in parts it would take {gib(parts)} in place of {gib(whole)}"
 
 
-def _chunks(plan: Plan, space: Space, tokens_per_sample: int) -> Chosen:
+def _chunks(plan: Plan, space: Space, profile: ModelProfile) -> Chosen:
+    model, traced = space.case.model, profile.last_product(plan.micro_batch)
     capability = space.case.capability if space.case.on_gpus else None
-    return chosen_chunks(plan, capability, space.case.model.vocabulary, tokens_per_sample)
+    tokens, vocabulary = (profile.tokens_per_sample or 0) * plan.micro_batch, model.vocabulary
+    if vocabulary is not None and not tokens and traced is not None:  # of a dataset of the user's
+        tokens = round(traced[0])
+    if vocabulary is not None or model.kind != "user" or traced is None:
+        return chosen_chunks(plan, capability, vocabulary, tokens)
+    # A model of the user's: whether these are logits is seen when their loss is traced in parts.
+    choice = chosen_chunks(plan, capability, round(traced[1]), round(traced[0]))
+    return choice if choice[0] > 1 else (1, "")
 
 
-def chosen_chunks(
-    plan: Plan, capability: tuple[int, int] | None, vocabulary: int | None, tokens_per_sample: int
-) -> Chosen:
-    """A value, and why; without a reason where nobody would ask. `capability`: of the GPU, if there is one."""
+def chosen_chunks(plan: Plan, capability: tuple[int, int] | None, vocabulary: int | None, tokens: int) -> Chosen:
+    """A value, and why; without a reason where nobody would ask.
+
+    `capability`: of the GPU, if there is one. `tokens`: of a micro-batch.
+    """
     mesh = plan.mesh
     divided = mesh.tensor * mesh.pipeline * mesh.context > 1
     if vocabulary is None or divided or plan.precision not in NARROW:
         return 1, ""
     if capability is None or capability < LOSS_KERNEL_CAPABILITY:
         return 1, "the kernel that makes it no slower is for GPUs of compute capability 8.0 or newer"
-    tokens = tokens_per_sample * plan.micro_batch
     chunks, logits = chunks_of(tokens, vocabulary), tokens * vocabulary * LOGIT_BYTES
     if chunks == 1:
         few = f"in parts of fewer than {LEAST_CHUNK_TOKENS:,} tokens matrices would be small"

@@ -190,6 +190,16 @@ class ModelProfile:
     def trained(self) -> int:
         return sum(part.trained for part in self.called())
 
+    def last_product(self, micro_batch: float) -> tuple[float, float] | None:
+        """Rows and columns of the last matrix product of forward: the logits, of a model that has such."""
+        if not self.traced or not self.calls:
+            return None
+        products = [operator for operator in self.parts[self.calls[-1]].forward if operator.kind == "matmul"]
+        if not products:
+            return None
+        count, rows, columns, _ = (size.at(micro_batch) for size in products[-1].shape)
+        return count * rows, columns
+
     def flops(self, micro_batch: float) -> float:
         """Of one forward and backward pass, without computing anything twice: not even attention's scores."""
         return sum(needed_flops(op, micro_batch) for part in self.called() for op in part.forward + part.backward)
