@@ -132,6 +132,41 @@ def test_a_script_may_leave_with_the_code_of_a_stopped_run(
         assert (status(run)["last_error"] or "").startswith(error or "")
 
 
+MISFIT = """\
+import torch
+import gradus
+from own import Data
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 7), torch.nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+run = gradus.Run.start({"name": "misfit", "batch": 8, "steps": 6, "plan": {"workers": 0}})
+model = Net()
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+for x, y in run.batches(Data(200)):
+    run.step(((model(x) - y) ** 2).mean())
+"""
+
+
+def test_a_shape_error_keeps_its_traceback_and_shows_what_the_model_was_given(gradus: Gradus) -> None:
+    (gradus.folder / "misfit.py").write_text(MISFIT)
+    done = gradus("train", "--nproc", "1", "--json", "--", "misfit.py")
+    assert done.code == 1, done.err
+    error = done.json["error"]
+    assert error["message"].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x7 and 5x1)")
+    assert error["hint"].startswith("make the data's shapes fit the module that failed")
+    for told in (error["traceback"], done.err):
+        assert "return self.head(self.body(x))" in told
+        assert "the model failed in head (Linear)\n" in told
+        assert "was given 0: float32 [8, 7]\n" in told
+        assert "the batch: 0: float32 [8, 4], 1: float32 [8, 1]\n" in told
+
+
 WRONG = """\
 import sys
 import torch

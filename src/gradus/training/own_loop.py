@@ -52,6 +52,7 @@ from gradus.training.own_process import Shown, exits_noted, failed_exit, on_fail
 from gradus.training.randomness import seed_for_construction
 from gradus.training.readback import PendingNumbers
 from gradus.training.same_on_ranks import check_same_data_on_ranks
+from gradus.training.shape_errors import described, note_tensors
 
 
 class Run:
@@ -74,6 +75,7 @@ class Run:
         self._ending: Ending | None = None
         self._failed: str | None = None  # what did, if it has not been told
         self._leaves_with: object = None  # what the script has told Python to leave with; nothing and 0 are orderly
+        self._left_in: str | None = None  # the batch in whose midst the loop was left
         self._told = False
         self._signals: Signals | None = None
         self._handling = ExitStack()  # of signals
@@ -246,9 +248,10 @@ class Run:
         finally:
             self._live.watch.where.enter("after-loop")
             # Left with `break`, or by an exception: `finish` saves unless the script fails, which is not known here.
-            if self._forward is not None:
+            if self._forward is not None and self._micro is not None:
                 self._forward.__exit__(None, None, None)
                 self._live.step.abandon()
+                self._left_in = described(self._micro.inputs)
             self._micro = self._forward = None
             stream.close()
 
@@ -437,6 +440,9 @@ class Run:
         self._live.watch.explain(error)
         if self._prepared and self._live.step.has_narrow_weights:
             hint_at_narrow_weights(error)
+        if self._prepared:
+            batch = described(self._micro.inputs) if self._micro is not None else self._left_in
+            note_tensors(error, self._live.step.model, batch)
         return explain_out_of_memory(error, live=self._live)
 
     def _leave(self) -> None:
