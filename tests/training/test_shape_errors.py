@@ -73,6 +73,15 @@ def test_the_innermost_module_is_named_by_its_path() -> None:
     assert "the batch: x: float32 [4, 6], labels: int64 [4]" in error.message
 
 
+@pytest.mark.skipif(torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU has LSTMs in fp16")
+def test_a_format_that_the_cpu_has_no_kernel_for_is_told_with_those_that_it_has() -> None:
+    with torch.autocast("cpu", torch.float16):
+        error = failure(nn.Sequential(nn.LSTM(5, 3)), (torch.ones(2, 4, 5), LABELS))
+    assert isinstance(error, InputError)
+    assert error.message.startswith("model: the model failed in 0 (LSTM): RuntimeError: could not create a primitive")
+    assert "use plan.precision=bf16 or plan.precision=fp32" in str(error.hint)
+
+
 def test_a_type_that_does_not_fit_is_shown_with_what_to_do() -> None:
     error = failure(Net(lambda x: x.bfloat16()), (torch.ones(4, 5), LABELS))
     assert "was given 0: bfloat16 [4, 8]" in error.message

@@ -25,7 +25,7 @@ from gradus.training.out_of_memory import is_out_of_memory
 _ABOUT_TENSORS = re.compile(
     r"\b(shapes?|sizes?|dimensions?|dims?|dtypes?|scalar types?|same device|on device|device-side assert"
     r"|out of range|out of bounds|channels?|elements?|batch_size|must match|cannot be multiplied"
-    r"|data ?type|not implemented for|type|matri(?:x|ces))\b",
+    r"|data ?type|not implemented for|type|matri(?:x|ces)|primitive descriptor)\b",
     re.IGNORECASE,
 )
 _ABOUT_RANKS = re.compile(
@@ -202,6 +202,11 @@ def _hint(text: str, call: _Call | None, field: str) -> str:
         return (
             "a tensor was made on another device than the batch: in forward, create tensors with device=x.device, and "
             "register constants with register_buffer, so that they move with the model"
+        )
+    if "primitive descriptor" in text:  # of oneDNN, such as of an LSTM in fp16, but for one with packed sequences
+        return (
+            "this CPU has no kernel for that module in the number format it computes in, most often fp16: use "
+            "plan.precision=bf16 or plan.precision=fp32"
         )
     if _is_about_types(text):
         return (
