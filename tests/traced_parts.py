@@ -30,7 +30,7 @@ def traced(model: nn.Module, shape: tuple[int, ...], autocast: torch.dtype | Non
         batch = torch.empty(samples, *shape, requires_grad=True)
         return fake.trace(batch, samples, lambda model, batch, samples: model(batch).sum())
 
-    parts, _ = assembled(record(2), record(4), (2, 4), Facts({}, frozenset()))
+    parts, _, _ = assembled(record(2), record(4), (2, 4), Facts({}, frozenset()))
     return parts
 
 

@@ -288,6 +288,17 @@ def test_a_knob_that_cannot_help_says_why(knob: str, changes: dict[str, Any], wh
     assert why in candidates(knob, Standing(gpt(), cluster(), plan, last)).why_none
 
 
+@pytest.mark.parametrize("said", ["recompute=selective", "recompute_blocks=1"])
+def test_what_the_recipe_says_of_recomputing_stays(said: str) -> None:
+    last = Tried("measured", batch=64, step_seconds=(1.0,), data_seconds=0.5)
+    plan = start(recompute="selective", recompute_blocks=1).plan
+    assert candidates("recompute", Standing(gpt(), cluster(), plan, last)).changes == (
+        {"recompute": "none", "recompute_blocks": None},
+    )
+    found = candidates("recompute", Standing(gpt(f"plan.{said}"), cluster(), plan, last))
+    assert (found.changes, found.why_none) == ((), "fixed by the recipe")
+
+
 def test_workers_are_left_alone_where_nothing_waits_for_samples() -> None:
     last = Tried("measured", batch=64, step_seconds=(1.0,), data_seconds=0.001)
     assert "little to gain" in candidates("workers", Standing(gpt(), cluster(), start().plan, last)).why_none

@@ -14,6 +14,7 @@ from gradus.diagnosis.rules import kernels
 from gradus.diagnosis.timeline.analysis import TraceAnalysis
 from gradus.diagnosis.timeline.trace_analysis import KernelTotal
 from gradus.record.directory import RunDirectory
+from gradus.schema.prediction import MemoryPrediction, Prediction, StepPrediction
 
 SOUND = {"precision": "bf16", "compile": True}
 MANY = {"micro_batch": 1, "accumulate": 32, "precision": "bf16"}
@@ -137,6 +138,23 @@ def test_recomputing_some_blocks_for_which_there_would_be_room(tmp_path):
     one = on_gpu(tmp_path, plan={**SOUND, "recompute": "full", "recompute_blocks": 3})["needless-recompute"]
     assert "(recompute: full in 3 blocks)" in one.verdict
     assert one.change == "--set plan.recompute=none --set plan.recompute_blocks=null"
+
+
+@pytest.mark.parametrize(("recompute", "gain"), [(0.1, 0.1), (0.02, None), (0.5, 0.3)])
+def test_a_few_blocks_gain_no_more_than_computing_them_again_was_to_take(tmp_path, recompute, gain):
+    foreseen = Prediction(
+        memory=MemoryPrediction(),
+        peak_at="loss",
+        limit_bytes=None,
+        memory_error=0.04,
+        step=StepPrediction(compute=1 - recompute, recompute=recompute),
+        model_flops=1.0,
+        hardware_flops=1.0,
+        verdict="fits",
+    )
+    plan = {**SOUND, "recompute": "full", "recompute_blocks": 3}
+    one = on_gpu(tmp_path, plan=plan, prediction=foreseen).get("needless-recompute")
+    assert (one.gain_at_most if one else None) == (pytest.approx(gain) if gain else None)
 
 
 def test_memory_that_is_nearly_all_taken(tmp_path):

@@ -29,6 +29,7 @@ from gradus.bench.tune_knobs import (
     ordered,
 )
 from gradus.planner.defaults import Choice
+from gradus.planner.shown import recompute_words
 from gradus.record.chart import Bars
 from gradus.record.format import bytes_text, rate_text
 from gradus.schema.cluster import Cluster
@@ -440,7 +441,7 @@ def _told(tried: Tried) -> str:
 def _shape(plan: Plan) -> str:
     on = [name for name in ("compile", "channels_last") if getattr(plan, name)]
     parts = [str(plan.mesh), f"micro-batch {plan.micro_batch} × {plan.accumulate}", plan.precision]
-    return ", ".join([*parts, f"recompute {plan.recompute}", f"workers {plan.workers}", *on])
+    return ", ".join([*parts, f"recompute {recompute_words(plan)}", f"workers {plan.workers}", *on])
 
 
 def _before(label: str) -> str:

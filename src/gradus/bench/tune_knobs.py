@@ -21,7 +21,11 @@ KNOBS = (
     *("workers", "micro_batch", "recompute", "compile", "channels_last", "bucket", "precision", "narrow_weights"),
     *("loss_chunks", "cuda_graph"),
 )
-_FIELDS = {"bucket": ("bucket_mib",), "micro_batch": ("micro_batch", "accumulate")}
+_FIELDS = {
+    "bucket": ("bucket_mib",),
+    "micro_batch": ("micro_batch", "accumulate"),
+    "recompute": ("recompute", "recompute_blocks"),
+}
 _LITTLE_WAITING = 0.02  # of a step: faster loading would gain less than noise hides
 _WORKERS = (0, 1, 2, 4, 8, 16)
 _BUCKETS = (5, 25, 50, 100)

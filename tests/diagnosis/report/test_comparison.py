@@ -13,6 +13,7 @@ from gradus.diagnosis.scaling_law import Refused, ScalingLaw
 from gradus.record.amdahl import Amdahl
 from gradus.record.directory import RunDirectory
 from gradus.schema.errors import InputError
+from gradus.schema.plan import Plan
 
 RATES = {1: 80.0, 2: 155.2, 4: 296.0, 8: 520.0}
 
@@ -111,6 +112,15 @@ def test_workers_that_the_planner_chose_by_the_ranks_are_no_other_work(tmp_path)
     found = compare(runs)
     assert "plan.workers" in found.differences
     assert isinstance(found.amdahl, Amdahl)
+
+
+def test_recomputing_other_blocks_is_other_work(tmp_path):
+    runs = [made_up_run(tmp_path, f"n{n}", ranks=n, gpus=n, rate=75.0 * n) for n in (1, 2)]
+    for blocks, run in zip((2, 1), runs, strict=True):
+        plan = run.attempt_path(1) / "plan.yaml"
+        recomputing = Plan.load(plan).model_copy(update={"recompute": "full", "recompute_blocks": blocks})
+        plan.write_text(recomputing.to_yaml())
+    assert "plan.recompute_blocks" in compare(runs).document()["amdahl"]["refused"]
 
 
 def _set_workers(run: RunDirectory, workers: int, *, by_the_recipe: bool) -> None:

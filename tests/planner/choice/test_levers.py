@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -219,6 +220,16 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(limit, recompute, bl
     assert reasons.get("recompute_blocks") == why
 
 
+def test_a_block_that_is_called_twice_is_one_block():
+    class Towers(OfBlocks):
+        def trace(self) -> ModelProfile:
+            return replace(super().trace(), calls=(0,) * 16, block_order=2 * tuple(range(8)))
+
+    plan, reasons = chosen(SELECTIVE, space(recipe({"loss_chunks": 4})), Towers(80))
+    assert plan.recompute_blocks == 4
+    assert reasons["recompute_blocks"].startswith("the first of 8: ")
+
+
 @pytest.mark.parametrize("said", [{"recompute": "selective"}, {"recompute": "selective", "recompute_blocks": 6}])
 def test_who_says_what_to_recompute_means_it(said):
     plan, reasons = chosen(SELECTIVE.model_copy(update=said), space(recipe(said)), OfBlocks(80))
@@ -270,6 +281,18 @@ def test_parts_are_not_traced_where_all_but_the_logits_is_too_large_already():
     plan, _ = chosen(fours, space(recipe({"recompute": "none"})), asked)
     assert plan.micro_batch == 4
     assert asked.prepared == []
+
+
+@pytest.mark.parametrize(("slower", "size", "traced"), [(1.01, 8, []), (1.2, 32, [4])])
+def test_parts_are_traced_only_where_a_larger_micro_batch_would_be_faster_with_room(slower, size, traced):
+    class Accumulating(OfSamples):
+        def seconds(self, plan: Plan) -> float | None:
+            return 0.1 * (slower if plan.accumulate > 1 else 1.0)
+
+    asked = Accumulating(200)
+    plan, _ = chosen(HALVES.model_copy(update={"micro_batch": 8, "accumulate": 4}), space(recipe()), asked)
+    assert plan.micro_batch == size
+    assert asked.prepared == traced
 
 
 @pytest.mark.parametrize(

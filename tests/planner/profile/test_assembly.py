@@ -49,7 +49,8 @@ def traced(
         model, Numbers(**{"autocast": torch.bfloat16, "narrow_parameters": False, **numbers}), {}, frozenset()
     )
     few, more = (fake.trace(of(n), n, lambda m, batch, _: loss(m(batch).float())) for n in SAMPLES)
-    return assembled(few, more, SAMPLES, Facts({}, frozenset()))
+    parts, calls, _ = assembled(few, more, SAMPLES, Facts({}, frozenset()))
+    return parts, calls
 
 
 def rows(samples: int) -> Tensor:

@@ -23,8 +23,8 @@ _WORK = (
     *("recipe.model", "recipe.data", "recipe.loss", "recipe.optimizer.use", "recipe.freeze", "recipe.lora"),
     *("recipe.deterministic", "recipe.anomaly", "plan.precision", "plan.fp8_scaling", "plan.accumulate_dtype"),
     "plan.narrow_weights",
-    *("plan.recompute", "plan.loss_chunks", "plan.activation_offload", "plan.offload", "plan.compile"),
-    "plan.cuda_graph",
+    *("plan.recompute", "plan.recompute_blocks", "plan.loss_chunks", "plan.activation_offload", "plan.offload"),
+    *("plan.compile", "plan.cuda_graph"),
     *("plan.channels_last", "plan.data_on_device", "plan.ranks_per_gpu"),
 )
 

@@ -90,8 +90,11 @@ def needless_recompute(evidence: Evidence) -> Finding | None:
         return None
     # Recomputing everything makes the forward pass twice; the selective kind only the attention of it.
     again = evidence.share("forward") * (1.0 if plan.recompute == "full" else 0.5)
-    some, without = "", options({"plan.recompute": "none"})
+    some, without, foreseen = "", options({"plan.recompute": "none"}), evidence.prediction
     if plan.recompute_blocks is not None:
+        # How many there are is not written down, but the plan's prediction knows it.
+        if foreseen is not None and foreseen.step is not None and foreseen.step.total > 0:
+            again = min(again, foreseen.step.recompute / foreseen.step.total)
         some = f" in {count_text(plan.recompute_blocks, 'block')}"
         without = options({"plan.recompute": "none", "plan.recompute_blocks": None})
     if peak > UNUSED * limit or again < LEAST_GAIN:

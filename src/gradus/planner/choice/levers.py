@@ -6,6 +6,7 @@ one GPU is asked for a larger micro-batch once more, in the room that they make.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -147,7 +148,7 @@ def with_fewer_blocks(plan: Plan, space: Space, foresight: Tracing) -> Settled:
 
     None at all, if a loss in parts has made room enough.
     """
-    blocks = len(foresight.trace().blocks)
+    blocks = 1 + max(foresight.trace().block_numbers, default=-1)
     if plan.recompute == "none" or {"recompute", "recompute_blocks"} & space.fixed.keys() or blocks < 2:
         return plan, {}
     if refusal(space, _recomputing(plan, 1)) is not None or foresight.verdict(plan) != "fits":
@@ -179,7 +180,8 @@ def with_larger_micro_batch(smaller: Settled, space: Space, foresight: Tracing) 
     if plan.mesh.world_size > 1 or plan.accumulate == 1 or seconds is None or foresight.verdict(plan) != "fits":
         return smaller
     best, fastest = smaller, seconds - gain_worth_it(seconds)
-    for size in sorted(size for size in micro_batches(space, plan) if size > plan.micro_batch):
+    sizes = sorted(size for size in micro_batches(space, plan) if size > plan.micro_batch)
+    for size in [size for size in sizes if _at_best(with_micro_batch(space, plan, size), space, foresight) < fastest]:
         larger = _made_to_fit(with_micro_batch(space, plan, size), space, foresight)
         if larger is None:
             break
@@ -188,6 +190,13 @@ def with_larger_micro_batch(smaller: Settled, space: Space, foresight: Tracing) 
             in_pieces = f"in micro-batches of {plan.micro_batch} a step would take {seconds:.3g} s, so {taken:.3g}"
             best, fastest = (larger[0], larger[1] | {"micro_batch": in_pieces}), taken
     return best
+
+
+def _at_best(plan: Plan, space: Space, foresight: Tracing) -> float:
+    """Seconds of a step, if there were room: what gains nothing then is not traced in other parts of the loss."""
+    roomy = plan.model_copy(update={"recompute": "none", "recompute_blocks": None} | space.fixed)
+    seconds = foresight.seconds(roomy)
+    return seconds if seconds is not None else math.inf
 
 
 def _made_to_fit(plan: Plan, space: Space, foresight: Tracing) -> Settled | None:

@@ -24,13 +24,16 @@ class Facts:
     experts: frozenset[int]
 
 
-def in_proportion(record: Recorder, samples: int, facts: Facts) -> tuple[list[Part], list[int]]:
-    """The parts and calls of one pass only: everything but what belongs to parameters grows with the samples."""
+# The parts, the calls of them in the order of forward, and of these calls the blocks: None around the blocks.
+Assembled = tuple[list[Part], list[int], list[nn.Module | None]]
+
+
+def in_proportion(record: Recorder, samples: int, facts: Facts) -> Assembled:
+    """Of one pass only: everything but what belongs to parameters grows with the samples."""
     return _assembled(record, record, _Line(0, samples, only_one=True), facts)
 
 
-def assembled(few: Recorder, more: Recorder, samples: tuple[int, int], facts: Facts) -> tuple[list[Part], list[int]]:
-    """The parts, and the calls of them in the order of forward."""
+def assembled(few: Recorder, more: Recorder, samples: tuple[int, int], facts: Facts) -> Assembled:
     if [(s.name, s.call, s.backward) for s in few.steps] != [(s.name, s.call, s.backward) for s in more.steps]:
         raise NotAlike
     if len(few.calls) != len(more.calls):
@@ -38,17 +41,19 @@ def assembled(few: Recorder, more: Recorder, samples: tuple[int, int], facts: Fa
     return _assembled(few, more, _Line(*samples), facts)
 
 
-def _assembled(few: Recorder, more: Recorder, line: _Line, facts: Facts) -> tuple[list[Part], list[int]]:
+def _assembled(few: Recorder, more: Recorder, line: _Line, facts: Facts) -> Assembled:
     owned = _weights_by_call(few, facts)
     windows = _windows(few)
     parts: list[Part] = []
     numbers: dict[int, int] = {}  # of parts, by the call that they were made from
     local_of: dict[int, dict[int, int]] = {}  # the same for their storages, by those of the record
     calls: list[int] = []
+    modules: list[nn.Module | None] = []
     for number, call in enumerate(few.calls):
         if call.like is not None:
             numbers_of_like = _ghosted(parts, numbers, call, owned[number])
             calls.append(_with_results_of(parts, numbers_of_like, few, number, call.like, local_of[call.like]))
+            modules.append(call.module)
             continue
         if number not in windows and not owned[number]:
             continue
@@ -59,7 +64,8 @@ def _assembled(few: Recorder, more: Recorder, line: _Line, facts: Facts) -> tupl
             same = len(parts) - 1
         numbers[number] = same
         calls.append(same)
-    return parts, calls
+        modules.append(call.module)
+    return parts, calls, modules
 
 
 def with_eager_operators(part: Part, compiled: Collection[str], left_out: Collection[str] = ()) -> Part:

@@ -14,6 +14,7 @@ from gradus.data.source import Source, source_options
 from gradus.data.sources.packed import EmptyPacks
 from gradus.data.sources.synthetic import SyntheticImages, SyntheticTokens
 from gradus.models.experts import Experts
+from gradus.parallel.blocks import repeated_blocks
 from gradus.parallel.support import LOSS_KERNEL_CAPABILITY
 from gradus.parallel.tensor import divided_layers
 from gradus.planner.profile.assembly import (
@@ -123,19 +124,21 @@ def _traced(
         return estimated(bare, model, reason, narrow=numbers.autocast is not None)
     facts = _facts(model, styles, experts)
     try:
-        parts, calls = assembled(few, more, micro_batches, facts)
+        parts, calls, modules = assembled(few, more, micro_batches, facts)
     except NotAlike:
         note = "the model runs other operators for other batches: its sizes are taken to be in proportion"
         bare = replace(bare, notes=(*bare.notes, note))
-        parts, calls = in_proportion(more, micro_batches[1], facts)
+        parts, calls, modules = in_proportion(more, micro_batches[1], facts)
     compiled, left_out = names_of_compiled(model), names_left_out(model)
     tied, trained = tied_elements(few)
+    order = {block: number for number, block in enumerate(repeated_blocks(model))}
     return replace(
         bare,
         parts=tuple(with_eager_operators(part, compiled, left_out) for part in parts),
         calls=tuple(calls),
         tied_elements=tied,
         tied_trained=trained,
+        block_order=tuple(order[module] for module in modules if module is not None),
     )
 
 

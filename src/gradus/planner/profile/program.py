@@ -165,6 +165,9 @@ class ModelProfile:
     notes: tuple[str, ...] = field(default=())
     module_parameters: tuple[tuple[str, int], ...] = ()  # elements of each module's own, by its name
     tied_trained: int = 0  # of tied_elements, those that are trained
+    # Of each call of a block, its number in order of registration, by which parallel/recompute.py counts. A model may
+    # call its blocks in another order, or one of them often. Empty: one after the other.
+    block_order: tuple[int, ...] = ()
 
     def called(self) -> Iterator[Part]:
         """The parts in the order of forward, each as often as it is called."""
@@ -173,6 +176,11 @@ class ModelProfile:
     @property
     def blocks(self) -> list[Part]:
         return [part for part in self.called() if part.block]
+
+    @property
+    def block_numbers(self) -> tuple[int, ...]:
+        """Which block each call of one is of."""
+        return self.block_order or tuple(range(len(self.blocks)))
 
     @property
     def parameters(self) -> int:

@@ -31,10 +31,9 @@ def with_spared_blocks(profile: ModelProfile, plan: Plan) -> ModelProfile:
 
 
 def _spared_after(profile: ModelProfile, first: int) -> ModelProfile:
-    parts, calls, twins, blocks = list(profile.parts), list[int](), dict[int, int](), 0
+    parts, calls, twins, blocks = list(profile.parts), list[int](), dict[int, int](), iter(profile.block_numbers)
     for number in profile.calls:
-        blocks += profile.parts[number].block
-        if profile.parts[number].block and blocks > first:
+        if profile.parts[number].block and next(blocks) >= first:
             if number not in twins:
                 twins[number] = len(parts)
                 parts.append(_spared(profile.parts[number]))
