@@ -419,7 +419,8 @@ def test_a_model_that_was_traced_with_narrow_weights_gets_them_whoever_wrote_it(
     best = planned(own, H200, 1).choices[0]
     assert best.plan.narrow_weights
     assert not best.plan.cuda_graph
-    assert "the recipe can say true" in best.reasons["cuda_graph"]
+    said = "what LlamaForCausalLM does on the host would be frozen; the recipe can say true"
+    assert best.reasons["cuda_graph"] == said, "the model's class, and not the function that builds it"
 
 
 def test_a_model_that_cannot_compute_in_16_bits_keeps_its_weights(tmp_path):
