@@ -160,6 +160,7 @@ class Predictor:
         return least_bytes(self.profile(plan), plan, self._memory_facts(plan))
 
     def verdict(self, plan: Plan) -> Verdict:
+        """By the numbers alone: what plans are chosen by, also where all of them are doubtful."""
         found, limit = self.rank_memory(plan), limit_bytes(plan, self._device_bytes(plan))
         needs, has = self.host_bytes(plan)
         if waits_on_host(plan) and needs > has:
@@ -168,11 +169,13 @@ class Predictor:
         if plan.memory_limit_gib is not None:  # the driver's share is not under it, but on the device all the same
             uncapped = plan.model_copy(update={"memory_limit_gib": None})
             reached.add(verdict(found.memory, limit_bytes(uncapped, self._device_bytes(plan)), found.error))
-        if "no" in reached:
-            return "no"
-        # Nobody knows what else a model keeps that could not be traced, nor how much fits on an unknown GPU.
-        doubtful = not self.profile(plan).traced or limit is None
-        return "tight" if "tight" in reached or doubtful else "fits"
+        return max(reached, key=("fits", "tight", "no").index)
+
+    def _stated_verdict(self, plan: Plan) -> Verdict:
+        """Nobody knows what else a model keeps that could not be traced, nor how much fits on an unknown GPU."""
+        doubtful = not self.profile(plan).traced or limit_bytes(plan, self._device_bytes(plan)) is None
+        found = self.verdict(plan)
+        return "tight" if doubtful and found == "fits" else found
 
     def host_bytes(self, plan: Plan) -> tuple[int, int]:
         """What training needs on a node, and what there is. Saving can do without the copies, if training waits."""
@@ -184,7 +187,9 @@ class Predictor:
         if key not in self._seconds:
             profile = self.profile(plan)
             found: StepPrediction | None
-            if self.device is not None:
+            if not profile.traced:  # what it computes besides products, and how often, is not known
+                found = None
+            elif self.device is not None:
                 found = predicted_step(profile, plan, self.cluster, self.device, self._step_facts)
             else:
                 share = hardware_flops(profile, plan) / plan.mesh.world_size
@@ -220,7 +225,7 @@ class Predictor:
             mfu=reached.mfu if reached else None,
             hfu=reached.hfu if reached else None,
             peak_flops=reached.peak_flops if reached else None,
-            verdict=self.verdict(plan),
+            verdict=self._stated_verdict(plan),
             budget=self._budget(plan, step),
             basis=self._basis(profile, plan, found),
         )
@@ -255,11 +260,13 @@ class Predictor:
             said.append("Memory is that from the second step on: in the first, cuDNN tries algorithms in what is free.")
         if not self.cluster.gpus_per_node:
             said.append("There is no GPU: memory is what a GPU would hold.")
+            if profile.traced and self.step(plan) is None:
+                said.append("How fast the processors are, is not known: no time is predicted.")
         elif self._device_bytes(plan) is None:
             said.append(f"How much memory {self.cluster.gpu_name or 'the GPU'} has is not known, nor whether it fits.")
         if self.cluster.gpus_per_node and self.device is None:
             said.append(f"How fast {self.cluster.gpu_name or 'the GPU'} is, is not known: no time is predicted.")
-        elif self.device is not None:
+        elif self.device is not None and profile.traced:
             fabric = fabric_of(self.cluster, plan.ranks_per_gpu)
             ranks = plan.mesh.world_size
             used = {"links.intra": ranks > 1, "links.inter": ranks > fabric.ranks_per_node}

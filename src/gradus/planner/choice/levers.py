@@ -48,7 +48,12 @@ Settled = tuple[Plan, dict[str, str]]  # a plan, and why its levers are as they 
 
 
 def settled(plans: Sequence[Plan], space: Space, foresight: Tracing) -> list[Settled]:
-    """Plans that a search has found, with their levers; what the recipe fixes stays."""
+    """Plans that a search has found, with their levers; what the recipe fixes stays.
+
+    What they save is not known of a model that could not be traced.
+    """
+    if not foresight.trace().traced:
+        return [(plan, {}) for plan in plans]
     found = []
     for chunked in _with_loss_chunks(plans, space, foresight):
         fewer = _and(chunked, with_fewer_blocks(chunked[0], space, foresight))
