@@ -288,12 +288,18 @@ def test_only_reference_models_of_images_get_channels_last_unasked(model, cluste
     assert choice.reasons["channels_last"]
 
 
+@pytest.mark.parametrize(("batch", "nearest"), [(16, "32"), (40, "32 or 64")])
+def test_a_batch_that_cannot_be_split_has_the_nearest_that_can(batch, nearest):
+    hint = refusal(recipe(batch), gpus(32, [8, 0]), 32).hint
+    assert hint == f"use batch {nearest}, or a number of ranks that divides {batch}"
+
+
 @pytest.mark.parametrize(
     ("cluster", "plan", "model", "narrow", "why"),
     [
-        (gpus(1, [9, 0]), {}, "gpt", True, "1.04×"),
-        (gpus(1, [9, 0]), {"precision": "fp8"}, "gpt", True, "1.04×"),
-        (gpus(4, [9, 0]), {"mesh": {}}, "gpt", True, "1.04×"),
+        (gpus(1, [9, 0]), {}, "gpt", True, "layers add up in 16 bits"),
+        (gpus(1, [9, 0]), {"precision": "fp8"}, "gpt", True, "layers add up in 16 bits"),
+        (gpus(4, [9, 0]), {"mesh": {}}, "gpt", True, "layers add up in 16 bits"),
         (CPU, {"precision": "bf16"}, "gpt", False, "a GPU's memory"),
         (gpus(1, [7, 0]), {}, "gpt", False, "fp16"),
         (gpus(1, [9, 0]), {"precision": "fp32"}, "gpt", False, "fp32"),

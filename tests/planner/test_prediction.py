@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from gradus.planner.step_error import (
 )
 from gradus.schema.calibration import Calibration
 from gradus.schema.cluster import Cluster, GpuNumbers
-from gradus.schema.errors import InputError
+from gradus.schema.errors import InputError, NoPlanFits
 from gradus.schema.plan import Mesh, Plan
 from gradus.schema.prediction import Prediction
 from gradus.schema.recipe import CheckpointBlock, Recipe
@@ -89,9 +90,40 @@ def test_a_smaller_gpu_is_tight_and_then_too_small() -> None:
 
 def test_a_cap_on_torch_does_not_count_what_the_driver_takes() -> None:
     found = foreseen()
-    cap = (found.memory.peak - found.memory.device_context) / GIB * (1 + found.memory_error) * 1.001
-    assert foreseen(PLAN.model_copy(update={"memory_limit_gib": cap})).verdict == "fits"
+    cap = (found.memory.peak - found.memory.device_context) / GIB * (1 + found.memory_error) * 1.01
+    capped = foreseen(PLAN.model_copy(update={"memory_limit_gib": cap}))
+    assert capped.verdict == "fits"
+    assert capped.memory == found.memory.model_copy(update={"device_context": 0})
+    assert any("0.85 GiB that the driver takes besides are not counted" in sentence for sentence in capped.basis)
     assert foreseen(cluster=site(memory_gib=cap)).verdict != "fits"
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.5, "no"), (0.97, "tight"), (1.0, "tight"), (1.03, "tight"), (1.5, "fits"), (40, "fits")]
+)
+def test_under_a_cap_peak_limit_and_verdict_are_of_the_same(share: float, said: str) -> None:
+    """The peak had the driver's share, and the limit and the verdict did not: 0.68 of 0.50 GiB did fit."""
+    whole = foreseen().memory
+    cap = share * (whole.peak - whole.device_context) / GIB
+    found = foreseen(PLAN.model_copy(update={"memory_limit_gib": cap}))
+    assert found.verdict == said
+    assert found.limit_bytes == round(cap * GIB)
+    assert (found.memory.peak * (1 + found.memory_error) <= found.limit_bytes) == (said == "fits")
+    assert (found.memory.peak * (1 - found.memory_error) > found.limit_bytes) == (said == "no")
+
+
+def test_what_does_not_fit_under_a_cap_is_refused_and_reasons_are_of_what_it_limits() -> None:
+    whole = foreseen(Plan(precision="bf16", micro_batch=1, accumulate=64)).memory
+    least, context = (whole.peak - whole.device_context) / GIB, whole.device_context / GIB
+    with pytest.raises(NoPlanFits) as caught:
+        gradus.plan(recipe(memory_limit_gib=least / 10), site(), 1)
+    assert caught.value.details["limit_bytes"] == round(least / 10 * GIB)
+    assert caught.value.details["memory"]["device_context"] == 0
+    best = gradus.plan(recipe(memory_limit_gib=4 * least), site(), 1)[0]
+    assert best.prediction.verdict == "fits"
+    needs, has = (float(word) for word in re.findall(r"[0-9.]+", best.reasons["recompute"]))
+    assert needs <= has == pytest.approx(4 * least, abs=0.005)
+    assert needs < context
 
 
 def test_what_waits_on_the_host_must_have_room_there() -> None:

@@ -107,7 +107,7 @@ def _explained(best: Choice, place: Place) -> list[Text]:
     if found.step is not None:
         lines += [Text(), _title(step_title(found)), *_drawn(step_waterfall(found.step), place)]
     else:
-        lines += [Text(), Text("The speed of this device is not known, and so is the time of a step; see --measure.")]
+        lines += [Text(), Text("No time of a step is predicted, see below for why; --measure measures it.")]
     if found.budget is not None:
         lines += [
             Text(),

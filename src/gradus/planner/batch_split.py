@@ -22,9 +22,10 @@ def split_batch(
     ranks = mesh.data_ranks
     if batch % ranks:
         below, above = batch - batch % ranks, batch + ranks - batch % ranks
+        nearest = f"{below} or {above}" if below else f"{above}"
         raise InputError(
             f"batch: {batch} samples cannot be split evenly over {ranks} ranks",
-            hint=f"use batch {below or above} or {above}, or a number of ranks that divides {batch}",
+            hint=f"use batch {nearest}, or a number of ranks that divides {batch}",
             field="batch",
             found=batch,
             allowed=f"a multiple of {ranks}",

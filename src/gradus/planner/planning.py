@@ -262,7 +262,15 @@ class Question:
         return self._ranks(within(limits, choices, self._budget))
 
     def check_can_be_kept(self, limits: Limits) -> None:
-        length, speed = self.predictor.length, self.predictor.device
+        length, speed, profile = self.predictor.length, self.predictor.device, self.predictor.trace()
+        if not profile.traced:
+            option = limits.options[0]
+            raise NoPlanFits(
+                f"{option} cannot be kept: {profile.notes[-1]}",
+                hint=f"plan without {option}",
+                field=option,
+                binds="speed",
+            )
         check_can_be_kept(
             limits, self.recipe, self.cluster, length_known=length is not None, speed_known=speed is not None
         )

@@ -18,7 +18,7 @@ from gradus.planner.calibration import calibration_basis, corrected_memory, step
 from gradus.planner.choice.candidates import waits_on_host
 from gradus.planner.choice.levers import NOTICED, chunks_of
 from gradus.planner.defaults import case_of, check_ranks, default_plan, ranks_on_a_node, surroundings
-from gradus.planner.memory.device_memory import NO_GPU
+from gradus.planner.memory.device_memory import NO_GPU, device_memory
 from gradus.planner.memory.host_memory import HostFacts
 from gradus.planner.memory.model_state import ModelSize
 from gradus.planner.memory.rank_memory import (
@@ -28,6 +28,7 @@ from gradus.planner.memory.rank_memory import (
     limit_bytes,
     memory_facts,
     predicted_memory,
+    under_a_cap,
     verdict,
 )
 from gradus.planner.memory.saved_state import checkpoint_bytes
@@ -96,7 +97,7 @@ class Predictor:
         self._profile = profile
         self._step_facts = StepFacts.of(recipe)
         self._profiles: dict[ProfileRequest, ModelProfile] = {}
-        self._facts: dict[tuple[int, bool], MemoryFacts] = {}
+        self._facts: dict[tuple[int, bool, bool], MemoryFacts] = {}
         self._memories: dict[str, RankMemory] = {}
         self._seconds: dict[str, StepPrediction | None] = {}
         self.takes_narrow = False  # the model was traced with weights in 16 bits; `trace` finds out
@@ -104,7 +105,7 @@ class Predictor:
     @functools.cached_property
     def limit_bytes(self) -> int | None:
         """What a rank may use, of its GPU or, without GPUs, of its node."""
-        return limit_bytes(self.recipe.plan, self._device_bytes(self.recipe.plan))
+        return self._limit_bytes(self.recipe.plan)
 
     def trace(self) -> ModelProfile:
         """The profile that most plans are predicted from. What others need is traced with it: loading torch is slow."""
@@ -160,19 +161,17 @@ class Predictor:
         return least_bytes(self.profile(plan), plan, self._memory_facts(plan))
 
     def verdict(self, plan: Plan) -> Verdict:
-        found, limit = self.rank_memory(plan), limit_bytes(plan, self._device_bytes(plan))
-        needs, has = self.host_bytes(plan)
+        """By the numbers alone: what plans are chosen by, also where all of them are doubtful."""
+        found, (needs, has) = self.rank_memory(plan), self.host_bytes(plan)
         if waits_on_host(plan) and needs > has:
             return "no"
-        reached = {verdict(found.memory, limit, found.error, capped=plan.memory_limit_gib is not None)}
-        if plan.memory_limit_gib is not None:  # the driver's share is not under it, but on the device all the same
-            uncapped = plan.model_copy(update={"memory_limit_gib": None})
-            reached.add(verdict(found.memory, limit_bytes(uncapped, self._device_bytes(plan)), found.error))
-        if "no" in reached:
-            return "no"
-        # Nobody knows what else a model keeps that could not be traced, nor how much fits on an unknown GPU.
-        doubtful = not self.profile(plan).traced or limit is None
-        return "tight" if "tight" in reached or doubtful else "fits"
+        return verdict(found.memory, self._limit_bytes(plan), found.error)
+
+    def _stated_verdict(self, plan: Plan) -> Verdict:
+        """Nobody knows what else a model keeps that could not be traced, nor how much fits on an unknown GPU."""
+        doubtful = not self.profile(plan).traced or self._limit_bytes(plan) is None
+        found = self.verdict(plan)
+        return "tight" if doubtful and found == "fits" else found
 
     def host_bytes(self, plan: Plan) -> tuple[int, int]:
         """What training needs on a node, and what there is. Saving can do without the copies, if training waits."""
@@ -184,7 +183,9 @@ class Predictor:
         if key not in self._seconds:
             profile = self.profile(plan)
             found: StepPrediction | None
-            if self.device is not None:
+            if not profile.traced:  # what it computes besides products, and how often, is not known
+                found = None
+            elif self.device is not None:
                 found = predicted_step(profile, plan, self.cluster, self.device, self._step_facts)
             else:
                 share = hardware_flops(profile, plan) / plan.mesh.world_size
@@ -208,7 +209,7 @@ class Predictor:
         return Prediction(
             memory=found.memory,
             peak_at=found.peak_at,
-            limit_bytes=limit_bytes(plan, self._device_bytes(plan)),
+            limit_bytes=self._limit_bytes(plan),
             memory_error=found.error,
             host_memory=found.host,
             step=step,
@@ -220,7 +221,7 @@ class Predictor:
             mfu=reached.mfu if reached else None,
             hfu=reached.hfu if reached else None,
             peak_flops=reached.peak_flops if reached else None,
-            verdict=self.verdict(plan),
+            verdict=self._stated_verdict(plan),
             budget=self._budget(plan, step),
             basis=self._basis(profile, plan, found),
         )
@@ -251,15 +252,20 @@ class Predictor:
         how = "The model was traced operator by operator on fake tensors"
         said = [f"{how}; the stated error of memory is {found.error:.0%}."] if profile.traced else []
         said += [_sentence(note) for note in profile.notes]
+        if self._under_a_cap(plan) and self.cluster.gpus_per_node:
+            beside = f"the {self._context_bytes / GIB:.2f} GiB that the driver takes besides are not counted"
+            said.append(f"plan.memory_limit_gib is a limit on what torch allocates: {beside}.")
         if any(op.kind == "convolution" for part in profile.parts for op in part.forward):
             said.append("Memory is that from the second step on: in the first, cuDNN tries algorithms in what is free.")
         if not self.cluster.gpus_per_node:
             said.append("There is no GPU: memory is what a GPU would hold.")
+            if profile.traced and self.step(plan) is None:
+                said.append("How fast the processors are, is not known: no time is predicted.")
         elif self._device_bytes(plan) is None:
             said.append(f"How much memory {self.cluster.gpu_name or 'the GPU'} has is not known, nor whether it fits.")
         if self.cluster.gpus_per_node and self.device is None:
             said.append(f"How fast {self.cluster.gpu_name or 'the GPU'} is, is not known: no time is predicted.")
-        elif self.device is not None:
+        elif self.device is not None and profile.traced:
             fabric = fabric_of(self.cluster, plan.ranks_per_gpu)
             ranks = plan.mesh.world_size
             used = {"links.intra": ranks > 1, "links.inter": ranks > fabric.ranks_per_node}
@@ -312,6 +318,20 @@ class Predictor:
             return device_bytes(self.cluster)
         return round(self.cluster.memory_gib * GIB / self._ranks_on_a_node(plan))
 
+    def _limit_bytes(self, plan: Plan) -> int | None:
+        return limit_bytes(plan, self._device_bytes(plan), self._context_bytes)
+
+    def _under_a_cap(self, plan: Plan) -> bool:
+        return under_a_cap(plan, self._device_bytes(plan), self._context_bytes)
+
+    @functools.cached_property
+    def _context_bytes(self) -> int:
+        """What the driver takes of a GPU."""
+        if not self.cluster.gpus_per_node:
+            return 0
+        context = device_memory(capability_of(self.cluster)).context_bytes
+        return round(context * self.cluster.calibration.factor("device_context"))
+
     def _ranks_on_a_node(self, plan: Plan) -> int:
         return min(plan.mesh.world_size, ranks_on_a_node(self.cluster, plan))
 
@@ -325,13 +345,15 @@ class Predictor:
         )
 
     def _memory_facts(self, plan: Plan) -> MemoryFacts:
-        kind = (self._ranks_on_a_node(plan), plan.data_on_device)
+        kind = (self._ranks_on_a_node(plan), plan.data_on_device, self._under_a_cap(plan))
         if kind not in self._facts:
             facts = memory_facts(self.recipe, capability_of(self.cluster), HostFacts(ranks_per_node=kind[0]))
             if plan.data_on_device:
                 facts = replace(facts, resident_data_bytes=resident_bytes(self.recipe))
             if not self.cluster.gpus_per_node:
                 facts = replace(facts, device=NO_GPU, updates_in_one_pass=False)
+            elif self._under_a_cap(plan):
+                facts = replace(facts, device=replace(facts.device, context_bytes=0))
             self._facts[kind] = facts
         return self._facts[kind]
 

@@ -130,7 +130,7 @@ class Plan(BaseModel):
     compression: Literal["none", "bf16"] = "none"  # of gradients while they travel
     synchronise_every: int = Field(1, ge=1)  # local SGD: replicas step alone and are averaged every so many steps
     ranks_per_gpu: int = Field(1, ge=1)  # above 1, ranks share a GPU and talk through gloo: NCCL refuses that
-    memory_limit_gib: float | None = Field(None, gt=0)  # of a rank on its GPU: as if the GPU were smaller
+    memory_limit_gib: float | None = Field(None, gt=0)  # of a rank, that torch may allocate on its GPU
     channels_last: bool = False  # memory layout of images and convolution weights that tensor cores prefer
     data_on_device: bool = True  # datasets that are small and in memory are kept on the training device
 

@@ -26,7 +26,7 @@ class MemoryPrediction(BaseModel):
     activations: int = 0
     logits: int = 0  # the output over the vocabulary or the classes, and what the loss makes of it
     communication: int = 0  # buckets, gathered shards on their way, libraries' own buffers
-    device_context: int = 0  # what the driver takes for a process that uses the device
+    device_context: int = 0  # what the driver takes for a process that uses the device; 0 under plan.memory_limit_gib
     fragmentation: int = 0  # what the allocator holds and nobody uses
 
     @property

@@ -22,6 +22,7 @@ from gradus.planner.memory.rank_memory import (
     memory_facts,
     optimizer_tensors,
     predicted_memory,
+    under_a_cap,
     verdict,
 )
 from gradus.planner.profile.program import Amount, ModelProfile, Storage, Weights
@@ -315,20 +316,26 @@ def test_only_what_the_error_leaves_no_doubt_about_is_certain(limit: int, said: 
     assert verdict(MemoryPrediction(activations=1000), limit, 0.05) == said
 
 
-def test_a_cap_on_the_allocator_leaves_the_driver_out() -> None:
-    predicted = MemoryPrediction(activations=1000, device_context=500)
-    assert verdict(predicted, 1200, 0.05) == "no"
-    assert verdict(predicted, 1200, 0.05, capped=True) == "fits"
-    assert verdict(predicted, None, 0.05) == "fits"
+def test_without_a_limit_everything_fits() -> None:
+    assert verdict(MemoryPrediction(activations=1000), None, 0.05) == "fits"
 
 
 def test_ranks_that_share_a_device_share_its_memory() -> None:
-    assert limit_bytes(Plan(ranks_per_gpu=2), 1000) == 500
-    assert (
-        limit_bytes(Plan(memory_limit_gib=2.0), 4 * 2**30) == limit_bytes(Plan(memory_limit_gib=2.0), None) == 2 * 2**30
-    )
-    assert limit_bytes(Plan(memory_limit_gib=2.0), 1000) == 1000
-    assert limit_bytes(Plan(), None) is None
+    assert limit_bytes(Plan(ranks_per_gpu=2), 1000, 100) == 500
+    assert limit_bytes(Plan(), None, 100) is None
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("device", "limit", "binds"), [(None, 2, True), (4 * GIB, 2, True), (3 * GIB, 2, True), (2.5 * GIB, 2.5, False)]
+)
+def test_a_cap_on_the_allocator_binds_where_the_device_has_room_for_the_driver_beside_it(device, limit, binds) -> None:
+    capped = Plan(memory_limit_gib=2.0)
+    assert limit_bytes(capped, device, GIB) == limit * GIB
+    assert under_a_cap(capped, device, GIB) == binds
+    assert not under_a_cap(Plan(), device, GIB)
 
 
 def test_the_stated_error_is_that_of_what_the_prediction_rests_on() -> None:

@@ -72,6 +72,8 @@ def space_of(
     recipe: Recipe, cluster: Cluster, ranks: int, profile: ModelProfile | None, *, takes_narrow: bool = False
 ) -> Space:
     case = case_of(recipe, cluster, Plan())
+    if profile is not None and profile.class_name and case.model.kind == "user":
+        case = replace(case, model=replace(case.model, name=profile.class_name))  # not of a function that builds it
     if profile is None or not profile.traced:
         return Space(recipe, cluster, ranks, case, takes_narrow=takes_narrow)
     heads = {

@@ -15,7 +15,7 @@ from typing import Protocol
 from gradus.parallel.case import reason_of
 from gradus.parallel.support import LOSS_KERNEL_CAPABILITY, RULES
 from gradus.planner.choice.candidates import RECOMPUTE, Space, micro_batches, refusal, with_micro_batch
-from gradus.planner.choice.reasons import gib
+from gradus.planner.choice.reasons import gib, in_gib
 from gradus.planner.choice.search import Foresight, gain_worth_it
 from gradus.planner.defaults import Chosen
 from gradus.planner.profile.program import ModelProfile
@@ -48,7 +48,12 @@ Settled = tuple[Plan, dict[str, str]]  # a plan, and why its levers are as they 
 
 
 def settled(plans: Sequence[Plan], space: Space, foresight: Tracing) -> list[Settled]:
-    """Plans that a search has found, with their levers; what the recipe fixes stays."""
+    """Plans that a search has found, with their levers; what the recipe fixes stays.
+
+    What they save is not known of a model that could not be traced.
+    """
+    if not foresight.trace().traced:
+        return [(plan, {}) for plan in plans]
     found = []
     for chunked in _with_loss_chunks(plans, space, foresight):
         fewer = _and(chunked, with_fewer_blocks(chunked[0], space, foresight))
@@ -168,7 +173,7 @@ def with_fewer_blocks(plan: Plan, space: Space, foresight: Tracing) -> Settled:
     chosen, reasons = _recomputing(plan, fewest), dict[str, str]()
     if fewest and foresight.limit_bytes is not None:
         less, peak = (gib(foresight.memory(_recomputing(plan, first)).peak) for first in (fewest - 1, fewest))
-        limit = f"of {foresight.limit_bytes / 2**30:.1f}"
+        limit = f"of {in_gib(foresight.limit_bytes)}"
         reasons["recompute_blocks"] = f"the first of {blocks}: {peak} {limit}; with one less {less}"
     return chosen, reasons
 
@@ -267,5 +272,5 @@ def _against_graphs(plan: Plan, space: Space, foresight: Foresight) -> str:
     if limit is None:
         return "how much memory there is is not known, and a recorded step keeps what it needs"
     if peak > MOST_RECORDED * limit:
-        return f"{gib(peak)} of {limit / 2**30:.1f}: a recorded step keeps them, and an evaluation needs some besides"
+        return f"{gib(peak)} of {in_gib(limit)}: a recorded step keeps them, and an evaluation needs some besides"
     return ""

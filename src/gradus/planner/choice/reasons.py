@@ -21,8 +21,13 @@ DIMENSIONS = ("pipeline", "shard", "context", "tensor", "expert")
 
 
 def gib(size: float) -> str:
+    return f"{in_gib(size)} GiB"
+
+
+def in_gib(size: float) -> str:
+    """The number alone, with digits enough to compare it with another like it."""
     count = size / 2**30
-    return f"{count:,.0f} GiB" if count >= 1000 else f"{count:.1f} GiB"
+    return f"{count:,.0f}" if count >= 1000 else f"{count:.1f}" if count >= 0.95 else f"{count:.2f}"
 
 
 def reasons(
@@ -81,7 +86,7 @@ def _not_as_good(other: Outcome, best: Outcome, foresight: Foresight) -> str:
     assert best.seconds is not None
     step, more = f"{other.seconds:.3g} s a step", other.seconds / best.seconds - 1
     if other.verdict == "tight" and best.verdict == "fits":
-        limit = f" of {foresight.limit_bytes / 2**30:.1f}" if foresight.limit_bytes is not None else ""
+        limit = f" of {in_gib(foresight.limit_bytes)}" if foresight.limit_bytes is not None else ""
         faster = f", {-more:.0%} faster" if more < -0.005 else ""
         return f"{step}{faster}, but memory is tight: {gib(foresight.memory(other.plan).peak)}{limit}"
     if more < -0.0005:
@@ -100,8 +105,8 @@ def too_large(plan: Plan, foresight: Foresight) -> str:
     memory, limit = foresight.memory(plan), foresight.limit_bytes
     kinds = {name: getattr(memory, name) for name in type(memory).model_fields}
     largest = max(kinds, key=lambda name: kinds[name])
-    of = f" of {limit / 2**30:.1f}" if limit is not None else ""
-    return f"needs {gib(memory.peak)}{of}: {largest.replace('_', ' ')} {kinds[largest] / 2**30:.1f}"
+    of = f" of {in_gib(limit)}" if limit is not None else ""
+    return f"needs {gib(memory.peak)}{of}: {largest.replace('_', ' ')} {in_gib(kinds[largest])}"
 
 
 def title(plan: Plan) -> str:
@@ -124,7 +129,7 @@ def _mesh(outcome: Outcome, found: Found, foresight: Foresight) -> str:
         return "one rank"
     peak, limit = foresight.memory(plan).peak, foresight.limit_bytes
     if mesh.replicate == mesh.world_size:
-        of = f": {gib(peak)} of {limit / 2**30:.1f}" if limit is not None else ""
+        of = f": {gib(peak)} of {in_gib(limit)}" if limit is not None else ""
         return f"{mesh.replicate} ranks, each with the whole model{of}"
     said = []
     for name in DIMENSIONS:
@@ -151,7 +156,7 @@ def _zero(outcome: Outcome, found: Found, foresight: Foresight) -> str:
     replicas = [o for o in found.considered if o.plan.mesh.shard == 1 and cut_alike(o.plan)]
     if replicas and all(o.verdict == "no" for o in replicas):
         least = min(foresight.memory(o.plan).peak for o in replicas)
-        limit = f" of {foresight.limit_bytes / 2**30:.1f}" if foresight.limit_bytes is not None else ""
+        limit = f" of {in_gib(foresight.limit_bytes)}" if foresight.limit_bytes is not None else ""
         return f"{over}: replicas need {gib(least)}{limit}"
     other = _compared(outcome, found, foresight, lambda p: p.zero != plan.zero and cut_alike(p), "otherwise")
     return f"{over}: {other}"
@@ -169,7 +174,7 @@ def _micro_batch(outcome: Outcome, found: Found, space: Space, foresight: Foresi
     with_larger = with_micro_batch(space, plan, larger)
     limit = foresight.limit_bytes
     if foresight.verdict(with_larger) != "fits" and limit is not None:
-        return f"{larger} would need {gib(foresight.memory(with_larger).peak)} of {limit / 2**30:.1f}"
+        return f"{larger} would need {gib(foresight.memory(with_larger).peak)} of {in_gib(limit)}"
     seconds = foresight.seconds(with_larger)
     if seconds and outcome.seconds:
         return f"{larger} would take {seconds:.3g} s a step, {plan.micro_batch} takes {outcome.seconds:.3g}"
@@ -180,10 +185,10 @@ def _recompute(outcome: Outcome, found: Found, foresight: Foresight) -> str:
     plan = outcome.plan
     peak, limit = foresight.memory(plan).peak, foresight.limit_bytes
     if plan.recompute == "none":
-        return f"fits without: {gib(peak)} of {limit / 2**30:.1f}" if limit is not None else "no limit is known"
+        return f"fits without: {gib(peak)} of {in_gib(limit)}" if limit is not None else "no limit is known"
     without = plan.model_copy(update={"recompute": "none", "recompute_blocks": None})
     if limit is not None and foresight.verdict(without) != "fits":
-        return f"without it {gib(foresight.memory(without).peak)} of {limit / 2**30:.1f}"
+        return f"without it {gib(foresight.memory(without).peak)} of {in_gib(limit)}"
     return _compared(outcome, found, foresight, lambda other: other.recompute == "none", "without it")
 
 
@@ -193,7 +198,7 @@ def _compared(outcome: Outcome, found: Found, foresight: Foresight, other: Calla
     if not others:
         return "the only way that was looked at"
     best = _best(others)
-    limit = f" of {foresight.limit_bytes / 2**30:.1f}" if foresight.limit_bytes is not None else ""
+    limit = f" of {in_gib(foresight.limit_bytes)}" if foresight.limit_bytes is not None else ""
     if best.verdict == "no":
         return f"{what} at least {gib(foresight.memory(best.plan).peak)}{limit}"
     if best.verdict == "tight" and outcome.verdict == "fits":

@@ -108,24 +108,33 @@ class RankMemory:
     saved_bytes: int = 0  # of a checkpoint: what this rank copies and writes
 
 
-def verdict(memory: MemoryPrediction, limit_bytes: int | None, error: float, *, capped: bool = False) -> Verdict:
-    """`fits` and `no` only where the stated error leaves no doubt.
-
-    `capped`: the limit is plan.memory_limit_gib, which is one on torch's allocator; the driver's share is not under it.
-    """
-    needed = memory.peak - (memory.device_context if capped else 0)
-    if limit_bytes is None or needed * (1 + error) <= limit_bytes:
+def verdict(memory: MemoryPrediction, limit_bytes: int | None, error: float) -> Verdict:
+    """`fits` and `no` only where the stated error leaves no doubt."""
+    if limit_bytes is None or memory.peak * (1 + error) <= limit_bytes:
         return "fits"
-    return "no" if needed * (1 - error) > limit_bytes else "tight"
+    return "no" if memory.peak * (1 - error) > limit_bytes else "tight"
 
 
-def limit_bytes(plan: Plan, device_bytes: int | None) -> int | None:
-    """What a rank may use of a device with so much memory: no limit of the plan makes a device larger."""
-    share = device_bytes // plan.ranks_per_gpu if device_bytes is not None else None
+def limit_bytes(plan: Plan, device_bytes: int | None, context_bytes: int) -> int | None:
+    """What a rank may use of a device with so much memory; see `under_a_cap` for what is counted."""
+    if plan.memory_limit_gib is not None and under_a_cap(plan, device_bytes, context_bytes):
+        return round(plan.memory_limit_gib * 2**30)
+    return _share(plan, device_bytes)
+
+
+def under_a_cap(plan: Plan, device_bytes: int | None, context_bytes: int) -> bool:
+    """Whether what binds is plan.memory_limit_gib, a limit on torch's allocator: the driver's share is not under it.
+
+    That is on the device all the same, and no limit of a plan makes a device larger.
+    """
+    share = _share(plan, device_bytes)
     if plan.memory_limit_gib is None:
-        return share
-    said = round(plan.memory_limit_gib * 2**30)
-    return said if share is None else min(said, share)
+        return False
+    return share is None or round(plan.memory_limit_gib * 2**30) + context_bytes <= share
+
+
+def _share(plan: Plan, device_bytes: int | None) -> int | None:
+    return device_bytes // plan.ranks_per_gpu if device_bytes is not None else None
 
 
 def predicted_memory(profile: ModelProfile, plan: Plan, facts: MemoryFacts) -> RankMemory:

@@ -1,9 +1,11 @@
 """Fallback: a profile from a model's parameters alone, for a model that cannot be traced.
 
 State (parameters, gradients, optimizer) is as sure as ever. Work is two FLOPs for each parameter and token forward, and
-twice that backward. Activations are those of a transformer whose blocks have as many parameters: 12·h² of them and,
-with fused attention in 16 bit, 34·h bytes of activations for each token (Korthikanti et al. 2022, arXiv:2205.05198).
-For samples without tokens nobody knows, and none are counted. The profile says what it is.
+twice that backward; no time follows from it, since a step is as much launching and moving as it is products: GPTs whose
+traces were thrown away came out between a quarter and twice of what they take. Activations are those of a transformer
+whose blocks have as many parameters: 12·h² of them and, with fused attention in 16 bit, 34·h bytes of activations for
+each token (Korthikanti et al. 2022, arXiv:2205.05198). For samples without tokens nobody knows, and none are counted.
+The profile says what it is.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ def estimated(bare: ModelProfile, model: nn.Module, problem: str, *, narrow: boo
             known[part.weights] = len(parts)
             parts.append(part)
         calls.append(known[part.weights])
-    counted = "activations as in a transformer of that size" if bare.tokens_per_sample else "no activations"
-    note = f"{problem}; it is estimated from its parameters alone, with {counted}"
+    counted = "activations as in a transformer of that size"
+    if not bare.tokens_per_sample:
+        counted = "no activations but its batch and what libraries ask for"
+    note = f"{problem}; it is estimated from its parameters alone, with {counted}, and no time is predicted"
     return replace(bare, parts=tuple(parts), calls=tuple(calls), traced=False, notes=(*bare.notes, note))
 
 

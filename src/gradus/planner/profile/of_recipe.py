@@ -112,6 +112,7 @@ def _traced(
         sample_bytes=examples.sample_bytes,
         input_bytes=examples.input_bytes,
         module_parameters=_module_parameters(model),
+        class_name=type(model).__name__,
         notes=(f"the model was built in host memory: {problem}",) if problem else (),
     )
     try:
