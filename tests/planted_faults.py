@@ -60,6 +60,12 @@ FAULTS = (
         {"evaluate": {"every": 1}},
         {"evaluate": {"every": 1000}},
     ),
+    Planted(
+        "slow-hook",
+        "work-beside-steps",
+        {"hooks": [{"use": f"{PARTS}:Dawdles", "seconds": 0.05}]},
+        {"hooks": [{"use": f"{PARTS}:Dawdles", "seconds": 0.0}]},
+    ),
     Planted("slow-rank", "straggler", {"model.slow_rank": 1}, {"model.slow_rank": None}, nproc=2),
     Planted(
         "slow-disk-of-one-rank",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import planted_faults
@@ -44,3 +46,24 @@ def test_each_planted_fault_is_named_and_its_twin_is_clean(tmp_path, fault: Plan
     assert [one["id"] for one in wrong["findings"]][:1] == [fault.finding], wrong
     clean = explained(train(fault, tmp_path / "clean", clean=True))
     assert clean["findings"] == [], clean
+
+
+LOOP = Path(__file__).parent / "faulty" / "own_loop.py"
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_that_dawdles_between_steps_is_named_and_its_twin_is_clean(tmp_path):
+    found = {}
+    for seconds in ("0.05", "0"):
+        command = [sys.executable, str(LOOP), seconds]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        [run] = [path for path in (tmp_path / "runs" / "dawdles").iterdir() if path not in found]
+        found[run] = explained(run)["findings"]
+    wrong, clean = found.values()
+    assert [one["id"] for one in wrong] == ["work-beside-steps"]
+    assert "the loop's own code" in wrong[0]["verdict"]
+    assert 0.03 < wrong[0]["evidence"]["other_seconds"] < 0.1
+    assert str(LOOP) in wrong[0]["change"]
+    assert clean == []

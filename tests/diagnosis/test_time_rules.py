@@ -67,6 +67,35 @@ def test_a_little_waiting_for_samples_is_nothing(tmp_path):
     assert not found_in(run_with(tmp_path, seconds=tiny, plan={"workers": 0}, run_id="y"))
 
 
+# -- beside the steps
+
+
+def test_a_loop_that_does_much_between_steps(tmp_path):
+    own = {"model": {"use": "own"}, "data": {"use": "own"}, "optimizer": {"use": "own"}}
+    one = only(run_with(tmp_path, recipe=own, seconds={**STEP, "other": 0.1}))
+    assert (one.id, one.gain_at_most) == ("work-beside-steps", pytest.approx(0.5))
+    assert "loop's own code" in one.verdict
+    assert one.evidence["other_seconds"] == pytest.approx(0.1)
+    assert "what follows run.step" in one.change
+    assert "--profile steps=5,stacks" in one.change
+
+
+def test_hooks_that_do_much_between_steps_are_named(tmp_path):
+    one = only(run_with(tmp_path, recipe={"hooks": ["diary.py:Diary"]}, seconds={**STEP, "other": 0.1}))
+    assert one.id == "work-beside-steps"
+    assert "diary.py:Diary" in one.verdict
+
+
+def test_a_little_between_steps_is_nothing(tmp_path):
+    hooks = {"hooks": ["diary.py:Diary"]}
+    assert not found_in(run_with(tmp_path, recipe=hooks, seconds={**STEP, "other": 0.015}))
+    tiny = {"forward": 0.001, "backward": 0.002, "other": 0.003}
+    assert not found_in(run_with(tmp_path, recipe=hooks, seconds=tiny, run_id="y"))
+    on_one = {0: {**STEP, "other": 0.1}, 1: {**STEP, "exposed_communication": 0.1}}
+    found = found_in(run_with(tmp_path, recipe=hooks, seconds=on_one, plan=TWO, run_id="z"))
+    assert "work-beside-steps" not in found, "a straggler"
+
+
 # -- other ranks
 
 

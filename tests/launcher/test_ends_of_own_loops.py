@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gradus_command import Gradus, ended, only_run, python, status
+from gradus_command import Gradus, ended, events, only_run, python, status
 
 LEFT = """\
 import multiprocessing, sys
@@ -37,6 +37,134 @@ def test_nothing_fetches_data_after_the_loop(gradus: Gradus, how: str) -> None:
     assert out == ("" if how == "left" else "children 0\n")
     assert err.splitlines()[-1].startswith("finished: "), err
     assert "Exception ignored" not in err
+
+
+LEAVES = """\
+import sys
+import torch
+import gradus
+from own import Data
+
+run = gradus.Run.start({"name": "leaves", "batch": 8, "steps": 6, "plan": {"workers": 0}})
+model = torch.nn.Linear(4, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+for x, y in run.batches(Data(200)):
+    try:
+        sys.exit(9)
+    except SystemExit:
+        pass
+    run.step(((model(x) - y) ** 2).mean())
+    if run.steps_done == 2:
+        if "raise" in sys.argv[1]:
+            with run:
+                exec(sys.argv[1])
+        exec(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def leaves(gradus: Gradus) -> str:
+    (gradus.folder / "leaves.py").write_text(LEAVES)
+    return "leaves.py"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "state", "error"),
+    [
+        ("sys.exit(3)", 3, "failed", "the script left with exit code 3"),
+        ("sys.exit(0)", 0, "finished", None),
+        pytest.param("pass", 0, "finished", None, marks=pytest.mark.slow),
+        pytest.param("sys.exit()", 0, "finished", None, marks=pytest.mark.slow),
+        pytest.param("exit(1)", 1, "failed", "the script left with exit code 1", marks=pytest.mark.slow),
+        pytest.param(
+            "sys.exit('no good')", 1, "failed", "the script left with exit code 1: no good", marks=pytest.mark.slow
+        ),
+        pytest.param("raise SystemExit(4)", 4, "failed", "the script left with exit code 4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_that_leaves_with_another_code_than_0_has_failed(
+    gradus: Gradus, leaves: str, how: str, code: int, state: str, error: str | None
+) -> None:
+    before = set((gradus.runs / "leaves").glob("*"))
+    left, _, err = ended(python(gradus, leaves, how))
+    assert left == code, err
+    found = status(only_run(gradus, "leaves", before))
+    assert (found["state"], found["last_error"]) == (state, error)
+    assert err.splitlines()[-1].startswith(f"{state}: {error or ''}"), err
+
+
+def test_the_launcher_tells_how_a_script_left(gradus: Gradus, leaves: str) -> None:
+    done = gradus("train", "--nproc", "1", "--run-id", "launched", "--json", "--", leaves, "sys.exit('no good')")
+    assert (done.code, done.json["state"]) == (1, "failed"), done.err
+    assert done.json["error"]["message"] == "the script left with exit code 1: no good"
+    assert "finish" not in [event["event"] for event in events(gradus.run("launched", "leaves"))]
+
+
+STOPS = """\
+import sys
+import torch
+import gradus
+from own import Data
+
+run = gradus.Run.start({"name": "stops", "batch": 8, "steps": 10**6, "plan": {"workers": 0}})
+model = torch.nn.Linear(4, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+for x, y in run.batches(Data(200)):
+    run.step(((model(x) - y) ** 2).mean())
+    if run.steps_done == 2:
+        (run.directory / "control" / "stop").write_text("asked by itself")
+sys.exit(int(sys.argv[1]) if run.stopped else 0)
+"""
+
+
+@pytest.mark.parametrize(("code", "state", "error"), [(75, "stopped", None), (1, "failed", "the script left with")])
+def test_a_script_may_leave_with_the_code_of_a_stopped_run(
+    gradus: Gradus, code: int, state: str, error: str | None
+) -> None:
+    (gradus.folder / "stops.py").write_text(STOPS)
+    done = gradus("train", "--nproc", "1", "--run-id", f"with-{code}", "--json", "--", "stops.py", str(code))
+    assert (done.code, done.json["state"]) == (code, state), done.err
+    before = set((gradus.runs / "stops").glob("*"))
+    left, _, err = ended(python(gradus, "stops.py", str(code)))
+    assert left == code, err
+    for run in (gradus.run(f"with-{code}", "stops"), only_run(gradus, "stops", before)):
+        assert status(run)["state"] == state
+        assert (status(run)["last_error"] or "").startswith(error or "")
+
+
+MISFIT = """\
+import torch
+import gradus
+from own import Data
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 7), torch.nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+run = gradus.Run.start({"name": "misfit", "batch": 8, "steps": 6, "plan": {"workers": 0}})
+model = Net()
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+for x, y in run.batches(Data(200)):
+    run.step(((model(x) - y) ** 2).mean())
+"""
+
+
+def test_a_shape_error_keeps_its_traceback_and_shows_what_the_model_was_given(gradus: Gradus) -> None:
+    (gradus.folder / "misfit.py").write_text(MISFIT)
+    done = gradus("train", "--nproc", "1", "--json", "--", "misfit.py")
+    assert done.code == 1, done.err
+    error = done.json["error"]
+    assert error["message"].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x7 and 5x1)")
+    assert error["hint"].startswith("make the data's shapes fit the module that failed")
+    for told in (error["traceback"], done.err):
+        assert "return self.head(self.body(x))" in told
+        assert "the model failed in head (Linear)\n" in told
+        assert "was given 0: float32 [8, 7]\n" in told
+        assert "the batch: 0: float32 [8, 4], 1: float32 [8, 1]\n" in told
 
 
 WRONG = """\

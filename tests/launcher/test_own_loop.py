@@ -62,6 +62,7 @@ def test_the_example_learns_on_two_ranks(gradus: Gradus) -> None:
     assert len(trained(run)) == 100
     assert committed(run) == [100]
     assert (run / "attempts/1/plan.yaml").exists()
+    assert gradus("runs", "own-loop", "--json").json["run"] == gradus("runs", "own_loop", "--json").json["run"]
     assert status(run)["state"] == "finished"
 
 

@@ -54,6 +54,19 @@ def test_a_run_opens_by_path_id_name_and_id_or_as_the_newest_of_its_name(tmp_pat
     assert RunDirectory.open("quickstart", tmp_path) == newer
 
 
+def test_an_own_loop_that_was_launched_is_found_under_the_name_of_its_recipe_too(tmp_path):
+    older = RunDirectory.create(tmp_path, "own-loop", "by-itself")
+    launched = RunDirectory.create(tmp_path, "train", "launched")
+    attempt = launched.new_attempt()
+    (launched.attempt_path(attempt) / "recipe.yaml").write_text("name: own-loop\nbatch: 8\n")
+    assert RunDirectory.open("own-loop", tmp_path) == older, "a script's run has no recipe of its own"
+    launched.own_loop_mark(attempt).touch()
+    for name in ("own-loop", "train"):
+        assert RunDirectory.open(name, tmp_path) == launched
+    assert launched.name_in_loop == "own-loop"
+    assert older.name_in_loop is None
+
+
 def test_what_is_no_run_is_refused_with_the_nearest_ids(tmp_path):
     RunDirectory.create(tmp_path, "quickstart", "first-try")
     (tmp_path / "quickstart" / "notes").mkdir()

@@ -16,7 +16,7 @@ from gradus.schema.callables import import_callable
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.recipe import Recipe
 from gradus.training.objective import Objective
-from gradus.training.shape_errors import explain_forward_error
+from gradus.training.shape_errors import explain_forward_error, note_tensors
 
 LABELS = torch.tensor([0, 1, 2, 0])
 
@@ -71,6 +71,15 @@ def test_the_innermost_module_is_named_by_its_path() -> None:
     error = failure(Net(), {"x": torch.ones(4, 6), "labels": LABELS})
     assert "failed in body.0 (Linear)" in error.message
     assert "the batch: x: float32 [4, 6], labels: int64 [4]" in error.message
+
+
+@pytest.mark.skipif(torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU has LSTMs in fp16")
+def test_a_format_that_the_cpu_has_no_kernel_for_is_told_with_those_that_it_has() -> None:
+    with torch.autocast("cpu", torch.float16):
+        error = failure(nn.Sequential(nn.LSTM(5, 3)), (torch.ones(2, 4, 5), LABELS))
+    assert isinstance(error, InputError)
+    assert error.message.startswith("model: the model failed in 0 (LSTM): RuntimeError: could not create a primitive")
+    assert "use plan.precision=bf16 or plan.precision=fp32" in str(error.hint)
 
 
 def test_a_type_that_does_not_fit_is_shown_with_what_to_do() -> None:
@@ -208,3 +217,40 @@ def failure_of(model: DistributedDataParallel, batch: Any) -> GradusError:
     with pytest.raises(GradusError) as caught:
         Objective(recipe(loss="cross-entropy"), model.module)(model, batch, 4)
     return caught.value
+
+
+def noted(work: Callable[[], Any], model: nn.Module, batch: str | None) -> list[str]:
+    try:
+        work()
+    except Exception as error:
+        note_tensors(error, model, batch)
+        return list(getattr(error, "__notes__", []))
+    raise AssertionError("it has not failed")
+
+
+def test_an_error_of_a_loop_of_ones_own_is_noted_with_its_tensors() -> None:
+    model = Net(inner=7)
+    name, parameters, given, batch, hint = noted(lambda: model(torch.ones(4, 5)), model, "0: float32 [4, 5]")
+    assert name == "the model failed in head (Linear)"
+    assert "weight: float32 [3, 7]" in parameters
+    assert given.strip() == "was given 0: float32 [4, 8]"
+    assert batch.strip() == "the batch: 0: float32 [4, 5]"
+    assert hint.startswith("hint: make the data's shapes fit")
+
+
+def test_what_fails_outside_of_a_module_is_noted_with_the_batch_alone() -> None:
+    batch, hint = noted(lambda: torch.ones(3) + torch.ones(4), Net(), "0: float32 [4, 5]")
+    assert batch.strip() == "the batch: 0: float32 [4, 5]"
+    assert hint.startswith("hint: make the tensors on the line of yours")
+
+
+@pytest.mark.parametrize("words", ["the cat is on the keyboard", "Connection reset by peer: sizes differ"])
+def test_an_error_about_something_else_is_left_as_it_is(words: str) -> None:
+    def fail() -> None:
+        raise RuntimeError(words)
+
+    assert noted(fail, Net(), "0: float32 [4, 5]") == []
+
+
+def test_an_error_of_shapes_outside_of_every_step_and_module_is_left_as_it_is() -> None:
+    assert noted(lambda: torch.ones(3) + torch.ones(4), Net(), None) == []

@@ -9,6 +9,7 @@ from typing import Any
 from gradus.diagnosis.evidence import ENOUGH_STEPS, Evidence
 from gradus.diagnosis.finding import Finding, ranked
 from gradus.diagnosis.rules import (
+    beside,
     communication,
     cores,
     data,
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     *kernels.RULES,
     *memory.RULES,
     *stalls.RULES,
+    *beside.RULES,
     *devices.RULES,
     *cores.RULES,
     *numerics.RULES,

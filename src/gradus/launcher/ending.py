@@ -87,8 +87,11 @@ def last_validation(run: RunDirectory) -> dict[str, float]:
 def _rank_outcome(launch: Launch, outcome: dict[str, Any] | None, departure: Departure) -> dict[str, Any]:
     """What the ranks left for the launcher, unless they died, lost a peer that did, or failed after they wrote it."""
     failed_late = bool(outcome and not outcome.get("error") and departure.return_code and not departure.ended_by)
-    if failed_late and launch.script is not None and _only_aborted(_deaths(launch)):
-        failed_late = False  # an own loop leaves through torch's end of a process, whose threads abort now and then
+    if outcome and failed_late and launch.script is not None:
+        # An own loop leaves through torch's end of a process, whose threads abort now and then. Its script may leave
+        # with the code of a run that was stopped.
+        deaths = _deaths(launch)
+        failed_late = not _only_aborted(deaths) and not (outcome["state"] == "stopped" and _left_as_stopped(deaths))
     if outcome is not None and not failed_late and (outcome.get("error") or {}).get("kind") != "lost-peer":
         return outcome
     if departure.ended_by:
@@ -115,6 +118,10 @@ def _interrupted(by: str) -> dict[str, Any]:
 
 def _only_aborted(deaths: Sequence[Death]) -> bool:
     return bool(deaths) and all(death.signal in ("SIGABRT", "SIGTERM") for death in deaths)  # SIGTERM: of its peers
+
+
+def _left_as_stopped(deaths: Sequence[Death]) -> bool:
+    return bool(deaths) and all(death.exit_code == EXIT_STOPPED or death.signal == "SIGTERM" for death in deaths)
 
 
 def _script_outcome(launch: Launch, script: Script, departure: Departure) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from gradus.schema.errors import InputError
 _MARKS = ("attempts", "control")  # folders by which a run is known
 _FOLDERS = ("attempts", "events", "checkpoints", "control")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME_IN_RECIPE = re.compile(rf"name: '?({_NAME.pattern})'?$", re.MULTILINE)  # first of all, as recipes are written
 # A run directory holds the user's working diff and logs: for the user's eyes unless they say otherwise.
 _FOLDER_MODE = 0o700
 _LISTED_RUNS = 8
@@ -61,12 +62,15 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path_or_id: str, root: Path) -> RunDirectory:
-        """The run that a path, an id, `name/id`, or a run name (its newest run) stands for."""
+        """The run that a path, an id, `name/id`, or a run name (its newest run) stands for.
+
+        An own loop that gradus launched has two names: its script's, by which its folder is made, and its recipe's.
+        """
         for candidate in (Path(path_or_id), root / path_or_id):
             if _is_run(candidate):
                 return cls(candidate.absolute())
         runs = find_runs(root)
-        of_name = [run for run in runs if run.name == path_or_id]
+        of_name = [run for run in runs if path_or_id in (run.name, run.name_in_loop)]
         if of_name:
             return of_name[0]
         of_id = [run for run in runs if run.id == path_or_id]
@@ -95,6 +99,16 @@ class RunDirectory:
     @property
     def name(self) -> str:
         return self.path.parent.name
+
+    @property
+    def name_in_loop(self) -> str | None:
+        """What the recipe of an own loop calls a run that its launcher has named; None for any other run."""
+        for mark in self.control.glob("own-loop-*"):
+            recipe = self.attempt_path(int(mark.name.rpartition("-")[2])) / "recipe.yaml"
+            with contextlib.suppress(OSError):
+                if (found := _NAME_IN_RECIPE.match(recipe.read_text(errors="replace"))) is not None:
+                    return found[1]
+        return None
 
     @property
     def id(self) -> str:

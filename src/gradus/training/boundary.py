@@ -27,6 +27,7 @@ from gradus.training.live_run import LiveRun
 from gradus.training.profiling import profiling_of
 from gradus.training.readback import PendingNumbers, StepNumbers
 from gradus.training.rollback import GoBack
+from gradus.training.untraced import Untraced
 
 LEAST_LEAD_SECONDS = 10.0  # before the end of a job: to leave after the last checkpoint, which took 4 s on busy cores
 PREPARE_STEPS = 50  # before a checkpoint that is due by steps, memory for its copy is made
@@ -59,6 +60,7 @@ class Boundary:
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._late: Launched | None = None
         self._agreement = Agreement(live)
+        self._untraced: Untraced | None = Untraced()  # until the first step, in which everything is compiled
         self.interrupted = False  # an evaluation was cut short by a stop request
         if live.profiling is None:  # after a rollback there may be one
             live.profiling = profiling_of(live)
@@ -75,6 +77,9 @@ class Boundary:
         self._live.watch.stepped(self._live.state.step, step.data_seconds)
         self.settle()
         self._late = step
+        if self._untraced is not None and (given_up := self._untraced.told()) is not None:
+            self._live.recorder.event("compilation", message=given_up)
+        self._untraced = None
         self._live.hooks.on_step()
         self._agreement.compare_if_due()
         self._profile()

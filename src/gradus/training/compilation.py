@@ -36,9 +36,21 @@ def compile_model(model: nn.Module) -> None:
 
 def compile_part(part: nn.Module, **how: Any) -> None:
     """As `part.compile`, unless its user has compiled it; `how` is for torch.compile."""
-    is_one_kernel = _computes_as_torchs_own(part) and not any(True for _ in part.children())
-    if part._compiled_call_impl is None and not is_one_kernel:
+    if part._compiled_call_impl is None and not _is_one_kernel(part):
         part._compiled_call_impl = torch.compile(call_to_compile(part), **how)
+
+
+def why_not_compiled(model: nn.Module) -> str | None:
+    """Where nothing of the model is, although its plan says so."""
+    parts = parts_to_compile(model)
+    if any(part._compiled_call_impl is not None or not _is_one_kernel(part) for part in parts):
+        return None
+    kinds = " and ".join(sorted({type(part).__name__ for part in parts}))
+    return f"nothing is compiled (plan.compile): {kinds} is torch's own, in a kernel of its own, and all of the model"
+
+
+def _is_one_kernel(part: nn.Module) -> bool:
+    return _computes_as_torchs_own(part) and not any(True for _ in part.children())
 
 
 def call_to_compile(part: nn.Module) -> Callable[..., Any]:

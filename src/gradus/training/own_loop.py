@@ -48,10 +48,11 @@ from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_e
 from gradus.training.own_evaluation import Results, measure_of
 from gradus.training.own_loss import backward_explained, own_sum_and_count
 from gradus.training.own_optimizer import check_arguments, check_optimizer, check_scheduler, note_learning_rates
-from gradus.training.own_process import Shown, on_failure, on_refusal
+from gradus.training.own_process import Shown, exits_noted, failed_exit, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
 from gradus.training.readback import PendingNumbers
 from gradus.training.same_on_ranks import check_same_data_on_ranks
+from gradus.training.shape_errors import described, note_tensors
 
 
 class Run:
@@ -73,6 +74,8 @@ class Run:
         self._waited_seconds = 0.0
         self._ending: Ending | None = None
         self._failed: str | None = None  # what did, if it has not been told
+        self._leaves_with: object = None  # what the script has told Python to leave with; nothing and 0 are orderly
+        self._left_in: str | None = None  # the batch in whose midst the loop was left
         self._told = False
         self._signals: Signals | None = None
         self._handling = ExitStack()  # of signals
@@ -245,9 +248,10 @@ class Run:
         finally:
             self._live.watch.where.enter("after-loop")
             # Left with `break`, or by an exception: `finish` saves unless the script fails, which is not known here.
-            if self._forward is not None:
+            if self._forward is not None and self._micro is not None:
                 self._forward.__exit__(None, None, None)
                 self._live.step.abandon()
+                self._left_in = described(self._micro.inputs)
             self._micro = self._forward = None
             stream.close()
 
@@ -265,6 +269,7 @@ class Run:
                 field="step",
             )
         self._failed = f"step {self.steps_done + 1} failed"  # unless it comes to its end
+        self._leaves_with = None  # the script goes on
         if callable(loss) and isinstance(live.step, GraphedStep):
             self._step_as_graphs(live.step, loss, micro, boundary, stream)
             self._failed = None
@@ -378,6 +383,9 @@ class Run:
         """Its words alone: with it, tensors of the frames that it came through would be kept."""
         self._failed = first_line(error) or type(error).__name__
 
+    def _note_exit(self, error: SystemExit) -> None:
+        self._leaves_with = error.code
+
     def _say_ending(self, text: str, again: str = "") -> None:
         if self._display is not None:
             print(f"{text}, run {self.directory}{again}", file=sys.stderr)
@@ -409,6 +417,8 @@ class Run:
             self.finish()
         elif isinstance(error, Exception):
             self._note_failure(error)  # which is told sooner if nobody catches it
+        elif isinstance(error, SystemExit):
+            self._note_exit(error)
 
     def _evaluator(self, dataset: Any) -> Evaluator:
         """Kept by dataset: one that is in memory goes to the device once."""
@@ -422,6 +432,7 @@ class Run:
         say = self._display.say if self._display is not None else lambda text: None
         self._signals = Signals(self._place.run, say, raises=True)
         self._handling.enter_context(handled(self._signals))
+        self._handling.enter_context(exits_noted(self._note_exit))
         atexit.register(self._leave)
         on_failure(self._place.run, self._place.attempt, self.rank, self._fail, lambda: self._told, self._explained)
 
@@ -429,13 +440,19 @@ class Run:
         self._live.watch.explain(error)
         if self._prepared and self._live.step.has_narrow_weights:
             hint_at_narrow_weights(error)
+        if self._prepared:
+            batch = described(self._micro.inputs) if self._micro is not None else self._left_in
+            note_tensors(error, self._live.step.model, batch)
         return explain_out_of_memory(error, live=self._live)
 
     def _leave(self) -> None:
+        left = failed_exit(self._leaves_with)
+        if left is not None and not (self.stopped and self._leaves_with == EXIT_STOPPED):
+            self._failed = f"{self._failed}; {left}" if self._failed is not None else left
         try:
             self.finish()
         except Exception as error:  # raised from here, Python would print it and leave with 0
             sys.excepthook(type(error), error, error.__traceback__)
         self._place.connection.close()
-        if self.stopped and not self._place.launched and self.ranks == 1:
+        if self.stopped and self._failed is None and not self._place.launched and self.ranks == 1:
             end(EXIT_STOPPED)  # a script that comes to its end would leave with 0: finished

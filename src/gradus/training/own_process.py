@@ -6,18 +6,21 @@ a script that was started by anybody.
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from gradus.record.directory import RunDirectory
 from gradus.record.display import Display
+from gradus.record.format import first_line
 from gradus.record.polling import Polling
 from gradus.record.variables import ATTEMPT, RUN
 from gradus.schema.errors import EXIT_FAILED, GradusError
@@ -87,6 +90,46 @@ def on_failure(
         end(error.exit_code if isinstance(error, GradusError) else EXIT_FAILED)
 
     sys.excepthook = failed
+
+
+@contextmanager
+def exits_noted(note: Callable[[SystemExit], None]) -> Iterator[None]:
+    """Inside, `note` is told when the script asks Python to leave, which itself tells nobody with what code it does."""
+    with ExitStack() as restored:
+        for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            if hasattr(place, name):  # the builtins are not there with `python -S`
+                restored.enter_context(_noted(place, name, note))
+        yield
+
+
+@contextmanager
+def _noted(place: Any, name: str, note: Callable[[SystemExit], None]) -> Iterator[None]:
+    before = getattr(place, name)
+
+    @wraps(before, updated=())
+    def leaving(*arguments: Any) -> None:
+        try:
+            before(*arguments)
+        except SystemExit as error:
+            if threading.current_thread() is threading.main_thread():  # else only the thread ends
+                note(error)
+            raise
+
+    setattr(place, name, leaving)
+    try:
+        yield
+    finally:
+        if getattr(place, name) is leaving:  # and not something that the script has put there
+            setattr(place, name, before)
+
+
+def failed_exit(code: object) -> str | None:
+    """How a script left that told Python to do so with `code`; None if that is an orderly end."""
+    if code is None or (isinstance(code, int) and code == 0):
+        return None
+    if isinstance(code, int):
+        return f"the script left with exit code {int(code)}"
+    return f"the script left with exit code 1: {first_line(str(code))}"  # Python prints what is no number
 
 
 @contextmanager

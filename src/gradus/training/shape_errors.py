@@ -25,7 +25,7 @@ from gradus.training.out_of_memory import is_out_of_memory
 _ABOUT_TENSORS = re.compile(
     r"\b(shapes?|sizes?|dimensions?|dims?|dtypes?|scalar types?|same device|on device|device-side assert"
     r"|out of range|out of bounds|channels?|elements?|batch_size|must match|cannot be multiplied"
-    r"|data ?type|not implemented for|type|matri(?:x|ces))\b",
+    r"|data ?type|not implemented for|type|matri(?:x|ces)|primitive descriptor)\b",
     re.IGNORECASE,
 )
 _ABOUT_RANKS = re.compile(
@@ -55,17 +55,9 @@ def explain_forward_error(
     Any other exception comes back as it is; what used up memory is told where the run is known. `field` is the recipe's
     key for what was running, `output` the model's answer where a loss or a metric was given it.
     """
-    if isinstance(error, (GradusError, dist.DistError)) or is_out_of_memory(error):
+    if not _is_about_tensors(error):
         return error
-    text = str(error)
-    about_tensors = isinstance(error, (RuntimeError, IndexError, ValueError, TypeError)) and _ABOUT_TENSORS.search(text)
-    if not about_tensors or _ABOUT_RANKS.search(text):
-        return error
-    call = _innermost_call(error)
-    if call is not None and type(error).__module__.startswith("torch._dynamo"):
-        error = _without_compiler(call) or error
-        inner = _innermost_call(error)
-        call = inner if inner is not None else call
+    error, call = _innermost(error)
     return InputError(
         "\n".join(_message(error, call, model, batch, field, output)),
         hint=_hint(str(error), call, field),
@@ -73,6 +65,43 @@ def explain_forward_error(
         found=described(batch),
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+def note_tensors(error: BaseException, model: nn.Module, batch: str | None) -> None:
+    """Let such an error of an own loop, which keeps its type and its traceback, end with the tensors that it is about.
+
+    `batch` is the one of the step that failed, as described: gone by the time that nobody has caught the error.
+    """
+    if not isinstance(error, Exception) or not _is_about_tensors(error):
+        return
+    inner, call = _innermost(error)
+    if call is None and batch is None:  # neither the model nor a step: something else that the script does
+        return
+    lines = []
+    if call is not None:
+        said = f": {first_line(inner)}" if inner is not error else ""
+        lines = [f"the model failed in {_name_of(call.module, model)}{said}", *_call_in_words(call)]
+    notes = getattr(error, "__notes__", [])
+    advised = any(note.startswith("hint: ") for note in notes)
+    hint = [] if advised else [f"hint: {_hint(str(inner), call, 'step' if call is None else 'model')}"]
+    vars(error)["__notes__"] = [*notes, *lines, *([f"  the batch: {batch}"] if batch else []), *hint]
+
+
+def _is_about_tensors(error: Exception) -> bool:
+    if isinstance(error, (GradusError, dist.DistError)) or is_out_of_memory(error):
+        return False
+    text, kinds = str(error), (RuntimeError, IndexError, ValueError, TypeError)
+    return isinstance(error, kinds) and bool(_ABOUT_TENSORS.search(text)) and not _ABOUT_RANKS.search(text)
+
+
+def _innermost(error: Exception) -> tuple[Exception, _Call | None]:
+    """The module that failed, with its own error: the compiler's is of a part as a whole."""
+    call = _innermost_call(error)
+    if call is not None and type(error).__module__.startswith("torch._dynamo"):
+        error = _without_compiler(call) or error
+        inner = _innermost_call(error)
+        call = inner if inner is not None else call
+    return error, call
 
 
 def described(values: Any) -> str:
@@ -113,17 +142,21 @@ def _message(
         where += f" in {_name_of(call.module, model)}"
     yield f"{where}: {type(error).__name__}: {first_line(error)}"
     if call is not None:
-        kind = type(call.module).__name__
-        parameters = described(dict(call.module.named_parameters(recurse=False)))
-        extra = call.module.extra_repr()
-        yield f"  {kind}({extra if len(extra) < 100 else '...'}) with {parameters}"
-        yield f"  was given {described(call.inputs)}"
+        yield from _call_in_words(call)
     if output is not None:
         yield f"  the model's output: {described(output)}"
     yield f"  the batch: {described(batch)}"
     line = users_line(error)
     if line is not None:
         yield f"  at {line.filename}, line {line.lineno}: {line.line}"
+
+
+def _call_in_words(call: _Call) -> Iterator[str]:
+    kind = type(call.module).__name__
+    parameters = described(dict(call.module.named_parameters(recurse=False)))
+    extra = call.module.extra_repr()
+    yield f"  {kind}({extra if len(extra) < 100 else '...'}) with {parameters}"
+    yield f"  was given {described(call.inputs)}"
 
 
 def _innermost_call(error: Exception) -> _Call | None:
@@ -170,6 +203,11 @@ def _hint(text: str, call: _Call | None, field: str) -> str:
             "a tensor was made on another device than the batch: in forward, create tensors with device=x.device, and "
             "register constants with register_buffer, so that they move with the model"
         )
+    if "primitive descriptor" in text:  # of oneDNN, such as of an LSTM in fp16, but for one with packed sequences
+        return (
+            "this CPU has no kernel for that module in the number format it computes in, most often fp16: use "
+            "plan.precision=bf16 or plan.precision=fp32"
+        )
     if _is_about_types(text):
         return (
             "token ids and class targets are torch.long, real inputs and targets floating point like the model's "
@@ -177,6 +215,8 @@ def _hint(text: str, call: _Call | None, field: str) -> str:
         )
     if field == "loss":
         return "make the model's output and the target agree, or reshape one of them in a loss of your own"
+    if field == "step":
+        return "make the tensors on the line of yours that failed agree: print their shapes and types there"
     return "make the data's shapes fit the module that failed, or the module's settings the data"
 
 

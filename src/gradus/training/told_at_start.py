@@ -8,6 +8,7 @@ import torch
 
 from gradus.data.orders import note_of
 from gradus.hardware.catalogue import find_gpu, peak_flops
+from gradus.training.compilation import why_not_compiled
 from gradus.training.recorder import Rates
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def tell_start(live: LiveRun) -> None:
         recorder.event("model", message=f"trains {trained:,} of {total:,} parameters")
     if live.recompute_note:
         recorder.event("recompute", message=live.recompute_note)
+    if live.plan.compile and live.plan.mesh.pipeline == 1 and (nothing := why_not_compiled(live.model)) is not None:
+        recorder.event("compilation", message=nothing)
     if live.float8_layers is not None:
         recorder.event("precision", message=live.float8_layers.summary())
         for doubt in live.float8_layers.doubts(_rows_at_once(live), live.plan.compile):

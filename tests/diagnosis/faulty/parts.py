@@ -9,6 +9,8 @@ import time
 import torch
 from torch import Tensor, nn
 
+import gradus
+
 
 class Samples:
     """Points that take `seconds` each to load; `only_on` is the one rank on which they do."""
@@ -26,6 +28,16 @@ class Samples:
             time.sleep(self.seconds)
         x = torch.full((self.width,), index / self.length)
         return x, x[:1]
+
+
+class Dawdles(gradus.Hook):
+    """Takes its time after each step."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def on_step(self, run: object) -> None:
+        time.sleep(self.seconds)
 
 
 class Waits(torch.autograd.Function):
