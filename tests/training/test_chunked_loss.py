@@ -235,7 +235,8 @@ def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe() -> None:
     ("model", "loss", "message"),
     [
         (Classifier(2.0), "cross-entropy", "Classifier computes its loss of is not what a Linear layer of it returned"),
-        (Classifier(), "mse", "Classifier computes its loss itself"),
+        (Classifier(), "mse", "the recipe's loss is mse, and only cross-entropy"),
+        (Classifier(), None, "Classifier computes its loss itself"),
     ],
 )
 def test_where_it_cannot_be_it_is_refused(model: nn.Module, loss: str, message: str) -> None:
