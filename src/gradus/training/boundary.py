@@ -265,6 +265,7 @@ class Boundary:
             last_good_step=step - 1 if last_good_step is None else last_good_step,
             data=data,
             saved_step=live.saving.newest,
+            own_loop=live.objective is None,
         )
         if live.recipe.on_nan == "rollback":
             self._go_back("not-a-number", error, step - 1, data)
