@@ -104,6 +104,7 @@ class LiveRun:
     recompute_note: str | None = None  # of the whole model
     may_chunk_loss: bool = False  # where memory runs out, it is worth trying
     scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
+    rolled_back = False  # in this attempt, to a checkpoint of the same settings
     last_loss: float | None = None  # of the last step whose numbers have arrived
     profiling: Profiling | Bystander | None = None  # where a trace of some steps is asked for
 
