@@ -55,6 +55,17 @@ def test_before_the_first_update_the_learning_rate_is_not_blamed() -> None:
     assert "try a lower optimizer.lr" in hints[1]
 
 
+def test_an_own_loop_has_its_recipe_in_the_script_and_no_set() -> None:
+    hints = [
+        not_a_number(what="loss", value=1, step=step, last_good_step=0, data=DATA, saved_step=None, own_loop=True).hint
+        for step in (1, 2)
+    ]
+    assert "--set" not in str(hints)
+    assert "rollback" not in str(hints)
+    assert "anomaly: true in the recipe names" in str(hints[0])
+    assert "to go on without them: data: {skip: [[28, 32]]} in the recipe; " in str(hints[1])
+
+
 SEVERAL = list(range(10, 10 + MOST_SKIPPED_IN_A_ROW))  # that follow each other
 SCATTERED = list(range(0, 40 * MOST_SKIPPED, 40))
 

@@ -69,6 +69,18 @@ def test_other_data_is_refused_at_once_and_accepted_on_request(tmp_path: Path, c
     assert again.run.changed_data_mark(2).exists()
 
 
+def test_another_model_is_another_run_and_the_keys_that_differ_are_named(tmp_path: Path) -> None:
+    first = launched(recipe(tmp_path / "data"), tmp_path / "runs")
+    model = {"use": "gpt", "layers": 1, "width": 16, "heads": 1, "context": 16, "dropout": 0.1}
+    with pytest.raises(InputError) as refused:
+        launched(recipe(tmp_path / "data", model=model), tmp_path / "runs", resume=str(first.run.path))
+    told = refused.value.message.removeprefix("recipe: ")
+    assert (
+        told == "model.width: the run began with 8, found 16; model.dropout: the run began with the default, found 0.1"
+    )
+    assert (refused.value.details["field"], refused.value.details["found"]) == ("model.width", 16)
+
+
 def test_to_accept_changed_data_needs_a_run_to_go_on_with() -> None:
     with pytest.raises(InputError, match="without --resume"):
         train_command(TrainOptions(recipe="recipe.yaml", accept_changed_data=True))

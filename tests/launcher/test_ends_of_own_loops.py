@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gradus_command import Gradus, ended, events, only_run, python, status
+from gradus_command import Gradus, committed, ended, events, only_run, python, status
 
 LEFT = """\
 import multiprocessing, sys
@@ -130,6 +130,67 @@ def test_a_script_may_leave_with_the_code_of_a_stopped_run(
     for run in (gradus.run(f"with-{code}", "stops"), only_run(gradus, "stops", before)):
         assert status(run)["state"] == state
         assert (status(run)["last_error"] or "").startswith(error or "")
+
+
+APART = """\
+import sys, time
+import torch
+import gradus
+from own import Data
+
+run = gradus.Run.start({"name": "apart", "batch": 8, "steps": 12, "plan": {"workers": 0}})
+model = torch.nn.Linear(4, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+for x, y in run.batches(Data(200)):
+    if run.steps_done == 5 and (run.rank == 1 or "all" in sys.argv[1]):
+        if run.rank == 0:
+            time.sleep(float(sys.argv[2]))
+        if "exit" in sys.argv[1]:
+            sys.exit(int(sys.argv[1][-1]))
+        break
+    run.step(((model(x) - y) ** 2).mean())
+if "evaluate" in sys.argv[1]:
+    run.evaluate(Data(20), lambda batch: ((model(batch[0]) - batch[1]) ** 2).mean())
+"""
+
+
+@pytest.fixture
+def apart(gradus: Gradus) -> str:
+    (gradus.folder / "apart.py").write_text(APART)
+    return "apart.py"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("break", "rank 1 left the loop after 5 steps while rank 0 goes on"),
+        ("exit 1", "the script of rank 1 left with exit code 1"),
+        pytest.param("exit 0", "rank 1 left the loop after 5 steps while rank 0 goes on", marks=pytest.mark.slow),
+        pytest.param("break, evaluate", "rank 1 left the loop after 5 steps while rank 0", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_leaves_the_loop_alone_is_named_and_ends_the_run(
+    gradus: Gradus, apart: str, how: str, told: str
+) -> None:
+    """It had gone into the save, and the other one stood in a reduction for half an hour."""
+    name = how.replace(" ", "-").replace(",", "")
+    done = gradus("train", "--nproc", "2", "--run-id", name, "--json", "--", apart, how, timeout=100)
+    assert done.code == 1, done.err
+    error = done.json["error"]
+    assert (error["rank"], error["message"][: len(told)]) == (1, told)
+    run = gradus.run(name, "apart")
+    assert status(run)["state"] == "failed"
+    assert status(run)["last_error"].startswith(told)
+    assert committed(run) == []
+
+
+@pytest.mark.parametrize(("how", "seconds"), [("all", "1"), pytest.param("all exit 0", "14", marks=pytest.mark.slow)])
+def test_ranks_that_leave_the_loop_at_the_same_step_finish_though_one_is_slow(
+    gradus: Gradus, apart: str, how: str, seconds: str
+) -> None:
+    done = gradus("train", "--nproc", "2", "--run-id", f"slow-{seconds}", "--", apart, how, seconds)
+    assert done.code == 0, done.err
+    assert committed(gradus.run(f"slow-{seconds}", "apart")) == [5]
 
 
 MISFIT = """\

@@ -133,6 +133,8 @@ def test_resuming_a_finished_run_with_a_larger_budget_goes_on(gradus):
     rows = trained(run)
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]
     assert rows[-1]["samples"] == 40
+    [goes_on] = [event["message"] for event in events(run) if event["event"] == "resume"]
+    assert goes_on == "goes on from step 3 with steps=5 (was 3)"
     # The exporter tells of both attempts.
     assert set(scalars(run / "tensorboard", "train/loss")) == set(range(1, 6))
 

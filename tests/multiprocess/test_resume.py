@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
-from training_cases import recipe_for
+from training_cases import CLUSTER, recipe_for
 from user_runs import HERE, attempt, line_recipe
 
+from gradus.planner.defaults import default_plan
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
 from gradus.record.metrics import read_metrics
+from gradus.training.joining import write_files
 
 
 def test_more_steps(pool: Pool, run: RunDirectory) -> None:
@@ -25,6 +27,23 @@ def test_another_optimizer_starts_anew_and_says_so(pool: Pool, run: RunDirectory
     attempt(pool, run, line_recipe(steps=8, optimizer={"use": "adamw", "lr": 0.01}), 2)
     messages = [event.get("message", "") for event in read_events(run)]
     assert "optimizer adamw starts anew; the run had sgd before" in messages
+
+
+def test_what_is_set_otherwise_than_before_is_said_where_it_goes_on(pool: Pool, run: RunDirectory) -> None:
+    adamw = {"use": "adamw", "lr": 0.01}
+    before = line_recipe(steps=4, optimizer={**adamw, "moments": "bf16"})
+    now = line_recipe(steps=6, optimizer=adamw, plan={"precision": "bf16"})
+    for number, recipe in enumerate((before, now, now), start=1):
+        plan = default_plan(recipe, CLUSTER, 1).plan
+        run.attempt_path(number).mkdir(parents=True, exist_ok=True)
+        write_files(run, number, {"recipe.yaml": recipe.to_yaml(), "plan.yaml": plan.to_yaml()})
+        attempt(pool, run, recipe, number)
+    told = [event for event in read_events(run) if event["event"] == "resume"]
+    assert [event["message"] for event in told] == [
+        "goes on from step 4 with steps=6 (was 4), optimizer.moments=fp32 (was bf16), plan.precision=bf16 (was fp32)",
+        "goes on from step 6",
+    ]
+    assert told[0]["changed"]["steps"] == [4, 6]
 
 
 def test_another_precision(pool: Pool, run: RunDirectory) -> None:

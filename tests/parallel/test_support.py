@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from refusal_cases import recipe
-from refused_combinations import REFUSED_COMBINATIONS
+from refused_combinations import CPU, REFUSED_COMBINATIONS
 from refused_splits import REFUSED_SPLITS
 
 from gradus.parallel.case import Case
@@ -56,3 +56,9 @@ def test_every_rule_of_the_table_has_a_case():
 def test_without_a_refusal_the_table_says_nothing():
     given = recipe({})
     check_supported(Case(given, Plan(micro_batch=16), facts_of(given)))
+
+
+def test_where_the_precision_leaves_nothing_to_narrow_either_of_the_two_may_go():
+    with pytest.raises(InputError) as caught:
+        default_plan(recipe({"narrow_weights": True, "precision": "fp32"}), CPU)
+    assert caught.value.hint == "use plan.precision=bf16, or plan.narrow_weights=false"

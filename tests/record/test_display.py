@@ -55,6 +55,15 @@ def test_a_number_of_steps_that_comes_late_is_shown_at_last(run, clock):
     assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["step 12", "step 12/12"]
 
 
+def test_a_step_beyond_a_budget_that_was_cut_is_not_one_of_so_many(run, clock):
+    stream = io.StringIO()
+    train(run, 55)
+    display = Display(run, 10, stream)
+    display.poll()
+    display.close()
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["step 55"]
+
+
 def test_nothing_new_is_not_repeated(run, clock):
     stream = io.StringIO()
     display = Display(run, None, stream)

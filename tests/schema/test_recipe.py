@@ -58,7 +58,8 @@ def test_an_override_of_the_budget_replaces_the_one_in_the_file(recipe_file):
 
 def test_two_budgets_or_none_are_refused(recipe_file):
     assert "found steps, tokens" in refusal(recipe_file(add="tokens: 100\n")).message
-    assert "found none" in refusal(recipe_file("steps: 6\n", "")).message
+    none = refusal(path := recipe_file("steps: 6\n", ""))
+    assert none.message == f"{path}: allowed: exactly one of steps, epochs and tokens; found none"
     assert "found steps, epochs" in refusal(recipe_file(), "steps=3", "epochs=1").message
 
 
@@ -109,6 +110,15 @@ def test_a_near_miss_in_the_optimizer_is_refused_too(recipe_file, optimizer, fie
         field,
         found,
         nearest,
+    )
+
+
+def test_narrow_moments_of_another_optimizer_are_refused_under_their_own_name(recipe_file):
+    error = refusal(recipe_file(), "optimizer.moments=bf16", "optimizer.use=sgd")
+    assert error.details["field"] == "optimizer.moments"
+    assert error.message == (
+        "--set optimizer.moments=bf16: optimizer.moments: found 'bf16' (text), allowed: fp32, since optimizer.use is "
+        "sgd: only adamw has moments in bf16"
     )
 
 

@@ -241,10 +241,11 @@ def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe() -> None:
         (Classifier(2.0), "cross-entropy", "Classifier computes its loss of is not what a Linear layer of it returned"),
         (Classifier(looks=True), "cross-entropy", "Classifier uses its logits for something else than the loss"),
         (Classifier(calls=2), "cross-entropy", "Classifier calls its output layer more than once"),
-        (Classifier(), "mse", "Classifier computes its loss itself"),
+        (Classifier(), "mse", "the recipe's loss is mse, and only cross-entropy"),
+        (Classifier(), None, "Classifier computes its loss itself"),
     ],
 )
-def test_where_it_cannot_be_it_is_refused(model: nn.Module, loss: str, message: str) -> None:
+def test_where_it_cannot_be_it_is_refused(model: nn.Module, loss: str | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         chunk_loss(model, 3, objective_of(model, loss), (torch.randn(4, 8), torch.arange(4)))
 

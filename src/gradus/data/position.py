@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradus.data.order import Indices, Ranges, past_skipped
+from gradus.schema.differences import began_and_found, flat
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import DataBlock, Recipe
 
@@ -161,7 +162,7 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[C
         if key in before and key in now and before[key] != now[key]
     ]
     if "data" in before and "data" in now:
-        asked, asks = _flat("data", before["data"]), _flat("data", now["data"])
+        asked, asks = flat("data", before["data"]), flat("data", now["data"])
         changes += [
             _change(key, asked.get(key), asks.get(key), "its samples would be others")
             for key in dict.fromkeys([*asked, *asks])
@@ -197,24 +198,11 @@ def _changed_content(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _change(field: str, began: Any, found: Any, why: str) -> Change:
-    return Change(field, f"{field}: the run began with {_said(began)}, found {_said(found)}: {why}", began, found)
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value)
-    return "the default" if value is None else repr(value)
+    return Change(field, f"{began_and_found(field, began, found)}: {why}", began, found)
 
 
 def _noun(change: Change) -> str:
     return change.field.rpartition(".")[2] if change.field in ("batch", "seed", "data.tokenizer") else "data"
-
-
-def _flat(name: str, value: Any) -> dict[str, Any]:
-    """Nested keys by their names in the recipe: data.sources.code.weight."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {key: item for part, inner in value.items() for key, item in _flat(f"{name}.{part}", inner).items()}
 
 
 def _requested(block: DataBlock) -> dict[str, Any]:

@@ -35,27 +35,46 @@ class StepData:
 
 
 def not_a_number(
-    *, what: str, value: float, step: int, last_good_step: int, data: StepData, saved_step: int | None
+    *,
+    what: str,
+    value: float,
+    step: int,
+    last_good_step: int,
+    data: StepData,
+    saved_step: int | None,
+    own_loop: bool = False,
 ) -> DoNotRestart:
-    """The error for step `step` (counted from 1). The same data and seed would give it again: do not restart."""
+    """The error for step `step` (counted from 1). The same data and seed would give it again: do not restart.
+
+    The recipe of an own loop is in its script, where there is no `--set`.
+    """
     kept = f"the newest checkpoint is of step {saved_step}" if saved_step is not None else "there is no checkpoint yet"
     remedy = "try a lower optimizer.lr, a longer optimizer.warmup or optimizer.clip=1.0"
     if step == 1:
+        named_by = _to_set("anomaly", "true", own_loop)
         remedy = (
-            "the weights were not updated yet, so it is not optimizer.lr: --set anomaly=true names the operation whose "
+            f"the weights were not updated yet, so it is not optimizer.lr: {named_by} names the operation whose "
             "gradient is no number; look for a log of 0 or a division by 0"
         )
     return DoNotRestart(
         f"the {what} is {value} at step {step}; the last good step is {last_good_step}, and {kept}. "
         f"Samples of that step: {data.text}",
         hint=f"{remedy}; look at those samples; to go on without them: "
-        f"--set 'data.skip=[[{data.positions.start}, {data.positions.stop}]]'; to have that done by itself: "
-        "on_nan=skip or on_nan=rollback",
+        f"{_to_set('data.skip', f'[[{data.positions.start}, {data.positions.stop}]]', own_loop)}; "
+        f"to have that done by itself: {'on_nan: skip' if own_loop else 'on_nan=skip or on_nan=rollback'}",
         step=step,
         last_good_step=last_good_step,
         checkpoint_step=saved_step,
         **data.fields,
     )
+
+
+def _to_set(key: str, value: str, own_loop: bool) -> str:
+    """What to do to give a key of the recipe a value."""
+    if not own_loop:
+        return f"--set {key}={value}" if value.isalnum() else f"--set '{key}={value}'"
+    block, _, last = key.rpartition(".")
+    return f"{block}: {{{last}: {value}}} in the recipe" if block else f"{key}: {value} in the recipe"
 
 
 def too_many_skipped(steps: Sequence[int], data: StepData) -> DoNotRestart | None:

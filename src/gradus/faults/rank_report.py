@@ -56,9 +56,9 @@ class Exchange:
     def say(self, report: RankReport) -> None:
         self._store.set(_report(report.rank), report.to_json())
 
-    def reports(self) -> dict[int, RankReport]:
-        """The last report of each rank that has sent any."""
-        keys = [_report(rank) for rank in range(self._size)]
+    def reports(self, ranks: Iterable[int] | None = None) -> dict[int, RankReport]:
+        """The last report of each rank that has sent any, or of each of these."""
+        keys = [_report(rank) for rank in (range(self._size) if ranks is None else ranks)]
         return {report.rank: report for report in map(RankReport.from_json, self._values(keys))}
 
     def give_order(self, order: Mapping[str, Any]) -> None:

@@ -42,6 +42,8 @@ class Patience:
     def _of(self, phase: Phase, where: Whereabouts) -> float:
         if phase in ("debugging", "after-loop"):
             return math.inf
+        if phase == "leaving":  # nobody waits for this one: how long it may take is up to the others
+            return self.at_least_seconds
         measured = list(where.batch_seconds if phase == "evaluating" else where.step_seconds)
         if phase in _WITHOUT_MEASURE or not measured:  # the first of all compiles, and fills the loader
             return self.starting_seconds
@@ -138,7 +140,7 @@ def behind(reports: Mapping[int, RankReport], silent: set[int], told: Mapping[in
     else:
         found, more = least, ""
         why = "none is further than another, and this is the first that " + ("works" if working else "waits") + "; "
-    return Behind(found, alive[found].node, f"{why}{_doing(alive[found], told.get(found))}{more}")
+    return Behind(found, alive[found].node, f"{why}{doing(alive[found], told.get(found))}{more}")
 
 
 def _waits(report: RankReport, told: Told | None) -> bool:
@@ -176,10 +178,11 @@ _WORDS: dict[str, str] = {
     "building": "building the model",
     "staging": "staging data",
     "loading": "loading a checkpoint",
+    "leaving": "after its loop",
 }
 
 
-def _doing(report: RankReport, told: Told | None) -> str:
+def doing(report: RankReport, told: Told | None = None) -> str:
     place = f", at {told.place}" if told is not None and told.place else ""
     in_step = f" of step {report.step + 1}" if report.phase in ("data", "forward-backward", "optimizer") else ""
     return f"{_WORDS.get(report.phase, report.phase)}{in_step} for {report.phase_seconds:.0f} s{place}"

@@ -22,6 +22,7 @@ Phase = Literal[
     "compiling",  # seen from outside, in the stack of the thread: nothing else knows when a compiler sets in
     "debugging",
     "after-loop",  # an own loop was left, and its script goes on
+    "leaving",  # ... and waits until all ranks have left it
     "over",
 ]
 _RECENT = 32  # steps or evaluation batches whose seconds are kept: enough for a median

@@ -25,6 +25,7 @@ from gradus.planner.weights import check_weights
 from gradus.record.directory import CHANGED_DATA_MARK, RunDirectory
 from gradus.record.exporters import check_exporters
 from gradus.schema.cluster import Cluster
+from gradus.schema.differences import began_and_found, differences
 from gradus.schema.errors import InputError
 from gradus.schema.prediction import PREDICTION_FILE
 from gradus.schema.profile_request import PROFILE_FILE, ProfileRequest
@@ -32,7 +33,7 @@ from gradus.schema.recipe import Recipe
 
 # What makes a run the same run, besides its data. Everything else, the number of ranks included, may change when it
 # goes on.
-_IDENTITY = ("name", "model", "lora")
+_IDENTITY = {"name", "model", "lora"}
 
 
 def prepare(
@@ -123,14 +124,13 @@ def _check_same_run(run: RunDirectory, now: Recipe, accept_changed_data: bool) -
     """
     before = Recipe.load(recipe_of(run))
     with now.blamed():
-        for field in _IDENTITY:
-            began, found = getattr(before, field), getattr(now, field)
-            if began != found:
-                raise InputError(
-                    f"{field}: the run began with {began!r}, found {found!r}",
-                    hint="start a new run for that",
-                    field=field,
-                    found=str(found),
-                    allowed=str(began),
-                )
+        other = differences(before.model_dump(include=_IDENTITY), now.model_dump(include=_IDENTITY))
+        if other:
+            raise InputError(
+                "; ".join(began_and_found(change.key, change.before, change.now) for change in other),
+                hint="start a new run for that",
+                field=other[0].key,
+                found=other[0].now,
+                allowed=other[0].before,
+            )
         check_same_data(requested_of(before), requested_of(now), accept=accept_changed_data)

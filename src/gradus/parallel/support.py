@@ -164,7 +164,8 @@ def _narrow_weights(case: Case) -> InputError | None:
     if not plan.narrow_weights:
         return None
     if plan.precision not in ("bf16", "fp16", "fp8"):
-        why, hint = f"precision is {plan.precision}: there is nothing narrower to compute in", "plan.precision=bf16"
+        why = f"precision is {plan.precision}: there is nothing narrower to compute in"
+        hint = "plan.precision=bf16, or plan.narrow_weights=false"
     elif plan.sharded:
         why, hint = "sharded parameters are gathered in 16 bits anyway", "plan.narrow_weights=false"
     elif plan.mesh.world_size > 1:

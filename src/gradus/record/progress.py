@@ -67,7 +67,8 @@ class Progress:
     def line(self) -> str:
         """`step 120/200  loss 2.314  epoch 3 loss 2.41  validation loss 2.5, accuracy 41.2%  41 k tok/s  ETA 0:23`."""
         step, loss = self.step, self._training.get("loss")
-        parts = [f"step {step}" if self.steps_total is None else f"step {step}/{self.steps_total}"]
+        total = self.steps_total if self.steps_total is None or step <= self.steps_total else None  # of a budget cut
+        parts = [f"step {step}" if total is None else f"step {step}/{total}"]
         if loss is not None:
             parts.append(f"loss {number_text(loss)}")
         if self._epoch.get("epoch_loss") is not None:

@@ -198,8 +198,9 @@ def _explained(model: type[BaseModel], error: dict[str, Any], file: str, overrid
     close = nearest(str(found), names)
     suggestion = f"; did you mean {close!r}?" if close else ""
     shown = "" if isinstance(found, dict) else f"found {found!r} ({_type_name(found)}), "
+    where = file if field == "." else f"{file}: {field}"
     return InputError(
-        f"{file}: {field}: {shown}allowed: {allowed}{suggestion}",
+        f"{where}: {shown}allowed: {allowed}{suggestion}",
         file=file,
         field=field,
         found=found if isinstance(found, (str, int, float, bool)) else _type_name(found),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from gradus.schema.callables import absolute, found_from, is_import_path, short_name
 from gradus.schema.errors import InputError, unknown_name
@@ -140,11 +140,13 @@ class OptimizerBlock(Named):
     groups: list[GroupBlock] = []
     moments: Literal["fp32", "bf16"] = "fp32"  # the format of the state of adamw
 
-    @model_validator(mode="after")
-    def _only_adamw_has_narrow_moments(self) -> OptimizerBlock:
-        if self.moments != "fp32" and self.use != "adamw":
-            raise ValueError(f"moments: found {self.moments}, which only adamw has, and use is {self.use}")
-        return self
+    @field_validator("moments")
+    @classmethod
+    def _only_adamw_has_narrow_moments(cls, value: str, others: ValidationInfo) -> str:
+        use = others.data.get("use", "adamw")  # if that is no name, it is what is told
+        if value != "fp32" and use != "adamw":
+            raise ValueError(f"fp32, since optimizer.use is {use}: only adamw has moments in {value}")
+        return value
 
     @property
     def schedules(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from gradus.data.order import past_skipped
 from gradus.faults.announcements import NOTICE_STEPS
 from gradus.faults.deadline import too_short
+from gradus.faults.departures import LeftAlone
 from gradus.faults.numerics import StepData, always_overflows, not_a_number, too_many_skipped
 from gradus.faults.spikes import Spike, spiked
 from gradus.record.format import count_text
@@ -160,6 +161,7 @@ class Boundary:
         if stops and not done:
             self._check_some_step_fits()
         if stops or done:
+            live.departures.tell(state.step)
             self._complete()
         elif saves and not live.saving.has(state.step):
             self._check_weights()
@@ -169,6 +171,18 @@ class Boundary:
         if done:
             return self._finished(ends_early or f"{count_text(live.total_steps, 'step')} done")
         return self._stopped() if stops else None
+
+    def meet_others(self) -> None:
+        """An own loop was left before its budget ended. Raises if other ranks have not left it at the same step."""
+        live = self._live
+        self.settle()  # after it, no rank waits for this one but for what comes after the last step
+        live.watch.where.enter("leaving")
+        try:
+            with live.watch.own.waiting():
+                live.departures.meet(live.state.step)
+        except LeftAlone as error:
+            self._fail(error)
+        live.watch.where.enter("after-loop")
 
     def left(self, reason: str) -> Ending:
         """An own loop ended before its budget did, by a decision of its own: the run is finished."""
@@ -251,6 +265,7 @@ class Boundary:
             last_good_step=step - 1 if last_good_step is None else last_good_step,
             data=data,
             saved_step=live.saving.newest,
+            own_loop=live.objective is None,
         )
         if live.recipe.on_nan == "rollback":
             self._go_back("not-a-number", error, step - 1, data)

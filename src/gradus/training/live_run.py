@@ -28,6 +28,7 @@ from gradus.data.position import DataPosition, specification_hash, specification
 from gradus.data.workers import loader_stacks
 from gradus.faults.announcements import Announcements
 from gradus.faults.deadline import deadline_of
+from gradus.faults.departures import Departures
 from gradus.faults.stop_request import StopRequest
 from gradus.faults.watch import Watch
 from gradus.faults.watchdog import Patience
@@ -103,6 +104,7 @@ class LiveRun:
     recompute_note: str | None = None  # of the whole model
     may_chunk_loss: bool = False  # where memory runs out, it is worth trying
     scheduler: LRScheduler | None = None  # an own loop's, in place of the recipe's schedule
+    rolled_back = False  # in this attempt, to a checkpoint of the same settings
     last_loss: float | None = None  # of the last step whose numbers have arrived
     profiling: Profiling | Bystander | None = None  # where a trace of some steps is asked for
 
@@ -139,7 +141,7 @@ class LiveRun:
         self.state = TrainingState()
         self.store = CheckpointStore(run.checkpoints, local_tier(recipe.checkpoint.local, run))
         self.stop = StopRequest(run.stop_file, world, deadline=deadline_of())
-        self.announcements = Announcements(world)
+        self.announcements, self.departures = Announcements(world), Departures(world)
         self.cluster = _cluster_of(run, attempt)
         self.interval = SaveInterval(plan.checkpoint_every, between_failures(plan, self.cluster))
         self.rebuilds = rebuilds

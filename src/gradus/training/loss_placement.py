@@ -58,6 +58,11 @@ def chunk_loss(
         layer.__class__ = OutputLayer
     elif is_pretrained_model(type(model)):
         _chunk_huggingface(model, loss, objective, example)
+    elif objective.loss is not None:
+        raise _refused(
+            f"the recipe's loss is {objective.loss}, and only cross-entropy is known to be the same in parts",
+            hint=f"use {FIELD}=1, or `loss: cross-entropy`, if that is what {name} is trained with",
+        )
     else:
         raise _refused(f"{name} computes its loss itself", hint="let it return logits, and use `loss: cross-entropy`")
     (model if head is None else head).add_module("chunked_loss", loss)  # where compilers and planners find it

@@ -64,6 +64,11 @@ class Objective:
         """Whether the loss is the built-in cross-entropy of what the model returns."""
         return self._loss is _cross_entropy
 
+    @property
+    def loss(self) -> str | None:
+        """The name of the recipe's loss; None where the model computes its own."""
+        return self._recipe.loss.use if self._recipe.loss else None
+
     def logits_of(self, output: Any) -> Tensor:
         """Of what the model returned, that which the loss is computed of."""
         return _logits(output)

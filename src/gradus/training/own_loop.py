@@ -30,7 +30,7 @@ from gradus.data.loader import Indexed, MicroBatch
 from gradus.faults.signals import Signals, handled
 from gradus.record.format import count_text, first_line
 from gradus.record.lock import release
-from gradus.schema.errors import EXIT_STOPPED, GradusError, InputError
+from gradus.schema.errors import EXIT_FAILED, EXIT_STOPPED, GradusError, InputError
 from gradus.schema.recipe import OWN, Recipe
 from gradus.training.boundary import Boundary, Ending, Launched
 from gradus.training.compiled_in_place import compiled_in_place
@@ -48,7 +48,7 @@ from gradus.training.out_of_memory import explain_out_of_memory, out_of_memory_e
 from gradus.training.own_evaluation import Results, measure_of
 from gradus.training.own_loss import backward_explained, own_sum_and_count
 from gradus.training.own_optimizer import check_arguments, check_optimizer, check_scheduler, note_learning_rates
-from gradus.training.own_process import Shown, exits_noted, failed_exit, on_failure, on_refusal
+from gradus.training.own_process import Shown, exit_code, exits_noted, failed_exit, on_failure, on_refusal
 from gradus.training.randomness import seed_for_construction
 from gradus.training.readback import PendingNumbers
 from gradus.training.same_on_ranks import check_same_data_on_ranks
@@ -76,6 +76,7 @@ class Run:
         self._failed: str | None = None  # what did, if it has not been told
         self._leaves_with: object = None  # what the script has told Python to leave with; nothing and 0 are orderly
         self._left_in: str | None = None  # the batch in whose midst the loop was left
+        self._left_early = False  # the loop, and it is not known yet whether the other ranks have as well
         self._told = False
         self._signals: Signals | None = None
         self._handling = ExitStack()  # of signals
@@ -199,7 +200,7 @@ class Run:
         compiled_in_place(live.model)  # what the script has compiled since `prepare`
         samples = live.samples.noted(live.loader.micro_batches(live.state.step, live.total_steps))
         self._stream = TimedBatches(samples, live.watch.where)
-        self._boundary = Boundary(live)
+        self._boundary, self._left_early = Boundary(live), False
         live.watch.where.enter("hooks")
         live.hooks.on_start()
         handed_out = self._micro_batches(self._boundary, self._stream)
@@ -253,6 +254,7 @@ class Run:
                 self._live.step.abandon()
                 self._left_in = described(self._micro.inputs)
             self._micro = self._forward = None
+            self._left_early = self._ending is None
             stream.close()
 
     def step(self, loss: Any) -> None:
@@ -346,6 +348,7 @@ class Run:
         if not self._prepared:
             raise InputError("run.evaluate: call run.prepare(model, optimizer) first", field="evaluate")
         if self._boundary is not None:
+            self._meet_others_who_left()
             self._boundary.settle()
             self._boundary.save_if_out_of_budget()
         results = live.evaluate(measure_of(loss, self._signals, live.plan.mesh.context), self._evaluator(dataset))
@@ -369,6 +372,7 @@ class Run:
             tell_failure(self._place.run, self._place.attempt, GradusError(self._failed), self.rank)
             self._say_ending(f"failed: {self._failed}")
             return
+        self._meet_others_who_left()
         if self._ending is None:
             reason = f"the loop was left after {count_text(self.steps_done, 'step')}"
             self._ending = self._boundary.left(reason) if self._boundary else Ending("finished", reason)
@@ -378,6 +382,13 @@ class Run:
         again = f"; continue with resume={str(self.directory)!r}" if self.stopped else ""
         self._say_ending(f"{self._ending.state}: {self._ending.reason}", again)
         self._give_back()
+
+    def _meet_others_who_left(self) -> None:
+        """Before anything that all ranks do together after a loop that was left before its end."""
+        if self._left_early and self._boundary is not None:
+            with self._failing():
+                self._boundary.meet_others()
+            self._left_early = False
 
     def _note_failure(self, error: BaseException) -> None:
         """Its words alone: with it, tensors of the frames that it came through would be kept."""
@@ -446,13 +457,15 @@ class Run:
         return explain_out_of_memory(error, live=self._live)
 
     def _leave(self) -> None:
-        left = failed_exit(self._leaves_with)
+        left = failed_exit(self._leaves_with, self.rank if self.ranks > 1 else None)
         if left is not None and not (self.stopped and self._leaves_with == EXIT_STOPPED):
             self._failed = f"{self._failed}; {left}" if self._failed is not None else left
         try:
             self.finish()
         except Exception as error:  # raised from here, Python would print it and leave with 0
             sys.excepthook(type(error), error, error.__traceback__)
+        if self._failed is not None and self.ranks > 1:
+            end(exit_code(self._leaves_with) or EXIT_FAILED)  # as of an exception: others may be waiting for this rank
         self._place.connection.close()
         if self.stopped and self._failed is None and not self._place.launched and self.ranks == 1:
             end(EXIT_STOPPED)  # a script that comes to its end would leave with 0: finished

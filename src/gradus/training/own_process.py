@@ -23,7 +23,7 @@ from gradus.record.display import Display
 from gradus.record.format import first_line
 from gradus.record.polling import Polling
 from gradus.record.variables import ATTEMPT, RUN
-from gradus.schema.errors import EXIT_FAILED, GradusError
+from gradus.schema.errors import EXIT_FAILED, EXIT_FINISHED, GradusError
 from gradus.training.leaving import end, leave, tell_failure
 from gradus.training.out_of_memory import OutOfMemory
 
@@ -123,13 +123,20 @@ def _noted(place: Any, name: str, note: Callable[[SystemExit], None]) -> Iterato
             setattr(place, name, before)
 
 
-def failed_exit(code: object) -> str | None:
-    """How a script left that told Python to do so with `code`; None if that is an orderly end."""
-    if code is None or (isinstance(code, int) and code == 0):
-        return None
+def exit_code(code: object) -> int:
+    """What a process leaves with that told Python to do so with `code`."""
     if isinstance(code, int):
-        return f"the script left with exit code {int(code)}"
-    return f"the script left with exit code 1: {first_line(str(code))}"  # Python prints what is no number
+        return int(code)
+    return EXIT_FINISHED if code is None else EXIT_FAILED
+
+
+def failed_exit(code: object, rank: int | None) -> str | None:
+    """How a script left that told Python to do so with `code`; None if in good order. `rank`: which of several."""
+    if exit_code(code) == EXIT_FINISHED:
+        return None
+    who = "the script" if rank is None else f"the script of rank {rank}"
+    said = "" if isinstance(code, int) else f": {first_line(str(code))}"  # Python prints what is no number
+    return f"{who} left with exit code {exit_code(code)}{said}"
 
 
 @contextmanager

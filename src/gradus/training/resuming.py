@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ from gradus.checkpoint.state import put, restore_model, restore_optimizer
 from gradus.checkpoint.store import Checkpoint
 from gradus.data.position import DataPosition, check_same_data
 from gradus.schema.errors import InputError
+from gradus.training.changed_settings import changed_settings, changes_text
 from gradus.training.hooks import Hooks
 from gradus.training.saving import Saving
 from gradus.training.training_state import TrainingState
@@ -112,8 +113,17 @@ def resumed(live: LiveRun, checkpoint: Checkpoint) -> bool:
         damage = error.message
     if not _agreed(live, checkpoint.step, damage):
         return False
-    live.recorder.event("resume", step=live.state.step, message=f"goes on from step {live.state.step}")
+    _tell_of_resume(live)
     return True
+
+
+def _tell_of_resume(live: LiveRun) -> None:
+    message, changed = f"goes on from step {live.state.step}", dict[str, Any]()
+    # What this attempt itself saved, and goes back to, is of no other settings.
+    if live.world.leads and not live.rolled_back and (changes := changed_settings(live.run, live.attempt)):
+        message = f"{message} with {changes_text(changes)}"
+        changed = {"changed": {change.key: [change.before, change.now] for change in changes}}
+    live.recorder.event("resume", step=live.state.step, message=message, **changed)
 
 
 def step_back(live: LiveRun) -> None:

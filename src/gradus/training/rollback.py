@@ -93,6 +93,7 @@ def roll_back(live: LiveRun, back: GoBack) -> None:
     step_back(live)
     if live.plan.compile:
         torch.compiler.reset()  # what it has compiled is of modules that are gone, and counts as recompilation
+    live.rolled_back = True
     live.rebuild()
     live.state.rollbacks = before + 1
     live.leave_out([*live.recipe.data.skip, *left_out, *([skipped] if skipped is not None else [])])
