@@ -95,6 +95,7 @@ def planned(
         if limits.given:
             raise NoPlanFits(f"{limits.options[0]} cannot be kept: {problem.message}", hint=problem.hint) from None
         return Planned([default_plan(recipe, site, ranks)], notes=[_untraced(problem)])
+    question.predictor.check_recomputed_blocks(recipe.plan)
     if limits.given:
         question.check_can_be_kept(limits)
     if not question.searchable:
@@ -124,6 +125,7 @@ def plan_to_train(recipe: Recipe, cluster: Cluster, nproc: int | None) -> tuple[
         question.predictor.trace()
     except GradusError as problem:
         return default_plan(recipe, cluster, nproc), [_untraced(problem)]
+    question.predictor.check_recomputed_blocks(recipe.plan)
     try:
         found = question.answer(nproc, 1)
     except NoPlanFits as problem:

@@ -184,6 +184,11 @@ class ModelProfile:
         return self.block_order or tuple(range(len(self.blocks)))
 
     @property
+    def block_count(self) -> int:
+        """As many as are registered, however often each is called."""
+        return 1 + max(self.block_numbers, default=-1)
+
+    @property
     def parameters(self) -> int:
         return sum(part.parameters for part in self.called())
 
