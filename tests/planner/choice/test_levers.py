@@ -494,3 +494,12 @@ def test_who_says_how_many_blocks_has_them_recomputed_and_reads_why():
     best = planned(recipe({"recompute_blocks": 2}), H200, 1).choices[0]
     assert (best.plan.recompute, best.plan.recompute_blocks) == ("selective", 2)
     assert best.reasons["recompute"] == "recompute_blocks is 2, so that some are recomputed; selective costs least"
+
+
+@pytest.mark.parametrize("chunks", [48, 49])
+def test_more_parts_of_a_loss_than_there_are_tokens_are_told(chunks):
+    """Nobody but the trace knows of a model of one's own how many there are: 4 samples of 12."""
+    own = {"model": {"use": f"{HERE}:llama"}, "data": {"use": f"{HERE}:Sentences"}}
+    notes = planned(recipe({"loss_chunks": chunks}, batch=4, **own), H200, 1).notes
+    told = ["plan.loss_chunks is 49, and a micro-batch has 48 tokens: each is a part of its own"]
+    assert [note for note in notes if "loss_chunks" in note] == told * (chunks > 48)
