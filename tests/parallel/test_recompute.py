@@ -309,6 +309,20 @@ def test_a_model_without_blocks_is_treated_as_one_and_told_so() -> None:
 # --- refusals
 
 
+@pytest.mark.parametrize(
+    ("model", "asked", "has"),
+    [
+        (gpt(), 4, "GPT has 3 blocks"),
+        (nn.Linear(4, 4), 2, "Linear has no repeated blocks: it is one"),
+    ],
+    ids=["blocks", "none"],
+)
+def test_more_blocks_than_there_are_are_refused_by_who_has_the_model(model: nn.Module, asked: int, has: str) -> None:
+    with pytest.raises(InputError, match=f"plan.recompute_blocks: found {asked}, but {has}"):
+        with_plan(model, recompute="full", recompute_blocks=asked)
+    with_plan(model, recompute="full", recompute_blocks=asked - 1)
+
+
 class Counting(nn.Module):
     """A block that changes a buffer in forward, as codebooks and spectral norms do."""
 

@@ -12,6 +12,7 @@ from user_runs import line_recipe
 
 from gradus.parallel.world import alone
 from gradus.planner.defaults import default_plan
+from gradus.planner.resolve import resolved
 from gradus.record.directory import RunDirectory
 from gradus.record.events import read_events
 from gradus.record.metrics import read_metrics
@@ -98,6 +99,16 @@ def test_a_dry_run_keeps_everything_but_the_budget() -> None:
     short = dry_run.shortened(recipe)
     assert (short.steps, short.epochs, short.evaluate.batches, short.data.limit) == (1, None, 1, recipe.batch)
     assert (short.model, short.optimizer, short.checkpoint) == (recipe.model, recipe.optimizer, recipe.checkpoint)
+
+
+@pytest.mark.parametrize("chunks", [64, 65])
+def test_more_parts_of_a_loss_than_there_are_tokens_are_told(run: RunDirectory, chunks: int) -> None:
+    document = {"name": "r", "model": {"use": "gpt", "layers": 1, "width": 8, "heads": 1, "context": 16}}
+    document |= {"data": {"use": "synthetic-tokens"}, "batch": 4, "steps": 1, "optimizer": {"lr": 0.1}}
+    live_run(resolved(Recipe.from_document({**document, "plan": {"loss_chunks": chunks}})), run).recorder.close()
+    warnings = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    told = ["plan.loss_chunks is 65, and a micro-batch has 64 tokens: each is a part of its own"]
+    assert warnings == told * (chunks > 64)
 
 
 def test_a_node_that_lacks_the_gpus_of_its_cluster_says_that_it_trains_on_the_cpu(run: RunDirectory) -> None:

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from gradus.parallel.batch_norm import STATISTICS, SharedBatchNorm
 from gradus.parallel.blocks import repeated_blocks
 from gradus.parallel.host_memory import waiting_on_host
+from gradus.parallel.split_rules import more_than_its_blocks
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Plan
 
@@ -63,6 +64,8 @@ Forward = Callable[..., Any]
 
 def apply_recompute(model: nn.Module, plan: Plan) -> None:
     """Let the repeated blocks of any model, in place, keep for backward what the plan says. Before compilation."""
+    if plan.recompute != "none" and (refusal := more_than_its_blocks(plan, *_name_and_blocks(model))) is not None:
+        raise refusal
     for place, block in enumerate(_parts(model)):
         if plan.recompute != "none" and (plan.recompute_blocks is None or place < plan.recompute_blocks):
             _surround(block, functools.partial(_recomputed, plan.recompute == "selective"))
@@ -94,6 +97,10 @@ def _how_many(blocks: int, plan: Plan) -> str:
         return f"{blocks} blocks"
     others = f", activation_offload of all {blocks}" if plan.activation_offload else ""
     return f"the first {first} of {blocks} blocks{others}"
+
+
+def _name_and_blocks(model: nn.Module) -> tuple[str, int]:
+    return type(model).__name__, len(repeated_blocks(model))
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradus.parallel.case import Case, refused
 from gradus.parallel.stages import check_enough_blocks
+from gradus.record.format import count_text
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.plan import Plan
 
@@ -374,13 +375,28 @@ def zero_bubble_selective(case: Case) -> InputError | None:
 def recompute_blocks(case: Case) -> InputError | None:
     plan = case.plan
     if plan.recompute_blocks is None or (plan.recompute != "none" and plan.mesh.pipeline == 1):
-        return None
+        return more_than_its_blocks(plan, case.model.name, case.model.blocks) if case.model.blocks else None
     if plan.recompute == "none":
         why, hint = "recompute is none, so that no block is", "use plan.recompute=selective or full"
     else:
         why = f"mesh.pipeline is {plan.mesh.pipeline}: each stage has blocks of its own, and treats all of them alike"
         hint = "use plan.recompute_blocks=null, which means all"
     return refused("plan.recompute_blocks", plan.recompute_blocks, why, allowed="null", hint=hint)
+
+
+def more_than_its_blocks(plan: Plan, name: str, blocks: int) -> InputError | None:
+    """Of models that no rule knows, whoever has built or traced one asks; without blocks, it is treated as one."""
+    asked = plan.recompute_blocks
+    if asked is None or asked <= max(1, blocks):
+        return None
+    has = f"{name} has {count_text(blocks, 'block')}" if blocks else f"{name} has no repeated blocks: it is one"
+    return refused(
+        "plan.recompute_blocks",
+        asked,
+        has,
+        allowed=f"1 to {max(1, blocks)}, or null for all",
+        hint="use plan.recompute_blocks=null, which means all",
+    )
 
 
 def zero_bubble_zero_3(case: Case) -> InputError | None:

@@ -33,6 +33,7 @@ from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import GradusError, InputError, NoPlanFits
 from gradus.schema.intervals import seconds_of
+from gradus.schema.plan import Plan
 from gradus.schema.prediction import BudgetPrediction
 from gradus.schema.recipe import OWN, Recipe
 
@@ -95,6 +96,7 @@ def planned(
         if limits.given:
             raise NoPlanFits(f"{limits.options[0]} cannot be kept: {problem.message}", hint=problem.hint) from None
         return Planned([default_plan(recipe, site, ranks)], notes=[_untraced(problem)])
+    question.predictor.check_recomputed_blocks(recipe.plan)
     if limits.given:
         question.check_can_be_kept(limits)
     if not question.searchable:
@@ -124,6 +126,7 @@ def plan_to_train(recipe: Recipe, cluster: Cluster, nproc: int | None) -> tuple[
         question.predictor.trace()
     except GradusError as problem:
         return default_plan(recipe, cluster, nproc), [_untraced(problem)]
+    question.predictor.check_recomputed_blocks(recipe.plan)
     try:
         found = question.answer(nproc, 1)
     except NoPlanFits as problem:
@@ -201,7 +204,7 @@ class Question:
         return self._with_interval(Choice(plan, why, self.predictor.prediction(plan)))
 
     def _notes(self, best: Choice) -> list[str]:
-        notes, foreseen = list(self.predictor.trace().notes), best.prediction
+        notes, foreseen = [*self.predictor.trace().notes, *self._parts_note(best.plan)], best.prediction
         if foreseen is None or foreseen.verdict != "tight" or foreseen.limit_bytes is None:
             return notes
         # A model that was not traced is never said to fit; that it was not is a note of its own.
@@ -209,6 +212,14 @@ class Question:
             needs, has = gib(foreseen.memory.peak), gib(foreseen.limit_bytes)
             notes.append(f"memory is tight: {needs} of {has} predicted, give or take {foreseen.memory_error:.0%}")
         return notes
+
+    def _parts_note(self, plan: Plan) -> list[str]:
+        """Where the recipe wants the loss in more parts than there are tokens."""
+        tokens = round(self.predictor.profile(plan).loss_tokens * plan.micro_batch / plan.mesh.context)
+        if not 0 < tokens < plan.loss_chunks:
+            return []
+        few = count_text(tokens, "token")
+        return [f"plan.loss_chunks is {plan.loss_chunks:,}, and a micro-batch has {few}: each is a part of its own"]
 
     def _with_interval(self, choice: Choice) -> Choice:
         """Unless the recipe says it, the default; but one checkpoint is written before the next begins."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradus.hardware.cluster import gpu_of
+from gradus.parallel.split_rules import more_than_its_blocks
 from gradus.parallel.support import check_supported
 from gradus.planner.budget import Length, budget, budget_basis, dataset_length, length_of, writing_seconds
 from gradus.planner.calibration import calibration_basis, corrected_memory, step_at_achieved_rate
@@ -71,7 +72,9 @@ def predict(recipe: Recipe | str | Path, cluster: Cluster | str | Path, plan: Pl
         # What a run would refuse has no prediction either.
         check_ranks(recipe.model_copy(update={"plan": plan}), site, plan.mesh.world_size, None)
         check_supported(case_of(recipe, site, plan))
-    return Predictor(recipe, site).prediction(plan)
+    predictor = Predictor(recipe, site)
+    predictor.check_recomputed_blocks(plan)
+    return predictor.prediction(plan)
 
 
 def predicted(profile: ModelProfile, recipe: Recipe, cluster: Cluster, plan: Plan) -> Prediction:
@@ -132,6 +135,14 @@ class Predictor:
         samples = self.recipe.plan.micro_batch if "micro_batch" in self.recipe.plan.fixed else self.recipe.batch
         chunks = chunks_of(samples * (facts.sequence or 0), facts.vocabulary)
         return [replace(alone, loss_chunks=chunks)] if chunks > 1 else []
+
+    def check_recomputed_blocks(self, plan: Plan) -> None:
+        """Refuse to recompute more blocks than the model has, as a run would when it has built one."""
+        profile = self.trace()
+        refusal = more_than_its_blocks(plan, profile.class_name or self.recipe.model.use, profile.block_count)
+        if refusal is not None:
+            with self.recipe.blamed():
+                raise refusal
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Trace what these plans are predicted from, all in one go."""

@@ -10,10 +10,11 @@ import pytest
 from huggingface_cases import HERE
 from planner_cases import GIB, Formula, site
 
+import gradus
 from gradus.planner.choice.candidates import Space, space_of
 from gradus.planner.choice.levers import chunks_of, settled, with_cuda_graph
 from gradus.planner.choice.reasons import gib
-from gradus.planner.planning import planned
+from gradus.planner.planning import plan_to_train, planned
 from gradus.planner.profile.program import Amount, ModelProfile, Operator, Part
 from gradus.planner.resolve import resolved
 from gradus.schema.cluster import Cluster
@@ -511,3 +512,34 @@ def test_where_copies_of_the_weights_do_not_fit_the_parameters_are_computed_with
     best = planned(of, small, 1).choices[0]
     assert (best.plan.narrow_weights, best.prediction.verdict) == (False, "fits")
     assert "with copies in 16 bits it needs" in best.reasons["narrow_weights"]
+
+
+@pytest.mark.parametrize("said", [{}, {"recompute": "full"}])
+def test_more_blocks_than_the_model_has_are_refused_with_their_number(said):
+    own = recipe({"recompute_blocks": 9, **said}, model={"use": f"{HERE}:llama"}, data={"use": f"{HERE}:Sentences"})
+    has = r"plan.recompute_blocks: found 9, but LlamaForCausalLM has 2 blocks"
+    with pytest.raises(InputError, match=has) as caught:
+        planned(own, H200, 1)
+    assert caught.value.details["allowed"] == "1 to 2, or null for all"
+    with pytest.raises(InputError, match=has):
+        plan_to_train(own, H200, 1)
+    with pytest.raises(InputError, match=has):
+        gradus.predict(own, H200, {"recompute": "selective"})
+    here = Cluster(name="here", gpus_per_node=0, cpu_cores=4, memory_gib=16)
+    with pytest.raises(InputError, match="found 3, but gpt has 2 blocks"):
+        plan_to_train(recipe({"recompute_blocks": 3, "recompute": "selective"}), here, 1)
+
+
+def test_who_says_how_many_blocks_has_them_recomputed_and_reads_why():
+    best = planned(recipe({"recompute_blocks": 2}), H200, 1).choices[0]
+    assert (best.plan.recompute, best.plan.recompute_blocks) == ("selective", 2)
+    assert best.reasons["recompute"] == "recompute_blocks is 2, so that some are recomputed; selective costs least"
+
+
+@pytest.mark.parametrize("chunks", [48, 49])
+def test_more_parts_of_a_loss_than_there_are_tokens_are_told(chunks):
+    """Nobody but the trace knows of a model of one's own how many there are: 4 samples of 12."""
+    own = {"model": {"use": f"{HERE}:llama"}, "data": {"use": f"{HERE}:Sentences"}}
+    notes = planned(recipe({"loss_chunks": chunks}, batch=4, **own), H200, 1).notes
+    told = ["plan.loss_chunks is 49, and a micro-batch has 48 tokens: each is a part of its own"]
+    assert [note for note in notes if "loss_chunks" in note] == told * (chunks > 48)

@@ -162,7 +162,7 @@ def with_fewer_blocks(plan: Plan, space: Space, foresight: Tracing) -> Settled:
 
     None at all, if a loss in parts has made room enough.
     """
-    blocks = 1 + max(foresight.trace().block_numbers, default=-1)
+    blocks = foresight.trace().block_count
     if plan.recompute == "none" or {"recompute", "recompute_blocks"} & space.fixed.keys() or blocks < 2:
         return plan, {}
     if refusal(space, _recomputing(plan, 1)) is not None or foresight.verdict(plan) != "fits":

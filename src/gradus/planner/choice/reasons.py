@@ -51,7 +51,7 @@ def reasons(
     said["micro_batch"] = _micro_batch(outcome, found, space, foresight)
     ranks = mesh.data_ranks
     said["accumulate"] = f"batch {space.recipe.batch} over {count_text(ranks, 'data rank')}"
-    said["recompute"] = _recompute(told, found, foresight)
+    said["recompute"] = _recompute(told, found, space, foresight)
     if plan.offload != "none":
         said["offload"] = "nothing that keeps all state on the GPUs fits"
     if plan.activation_offload:
@@ -181,11 +181,16 @@ def _micro_batch(outcome: Outcome, found: Found, space: Space, foresight: Foresi
     return f"batch {space.recipe.batch} over {plan.mesh.data_ranks} data ranks"
 
 
-def _recompute(outcome: Outcome, found: Found, foresight: Foresight) -> str:
+def _recompute(outcome: Outcome, found: Found, space: Space, foresight: Foresight) -> str:
     plan = outcome.plan
     peak, limit = foresight.memory(plan).peak, foresight.limit_bytes
     if plan.recompute == "none":
         return f"fits without: {gib(peak)} of {in_gib(limit)}" if limit is not None else "no limit is known"
+    if "recompute_blocks" in space.fixed:
+        why = f"recompute_blocks is {plan.recompute_blocks}, so that some are recomputed"
+        if plan.recompute == "selective":
+            return f"{why}; selective costs least"
+        return f"{why}; {_compared(outcome, found, foresight, lambda o: o.recompute == 'selective', 'selective')}"
     without = plan.model_copy(update={"recompute": "none", "recompute_blocks": None})
     if limit is not None and foresight.verdict(without) != "fits":
         return f"without it {gib(foresight.memory(without).peak)} of {in_gib(limit)}"

@@ -80,6 +80,7 @@ def _traced(
     loss_chunks: int,
     capability: tuple[int, int] | None,
 ) -> ModelProfile:
+    from gradus.training.chunked_loss import ChunkedLoss
     from gradus.training.compilation import names_left_out, names_of_compiled
     from gradus.training.described import outlined_model
     from gradus.training.float8 import use_float8
@@ -115,6 +116,10 @@ def _traced(
         class_name=type(model).__name__,
         notes=(f"the model was built in host memory: {problem}",) if problem else (),
     )
+    loss_tokens = [0]
+    for module in model.modules():
+        if isinstance(module, ChunkedLoss):
+            module.register_forward_pre_hook(lambda _, given: loss_tokens.append(given[2].numel()))
     try:
         few, more = (fake.trace(examples.batch(samples), samples, loss_of) for samples in micro_batches)
     except GradusError:  # which a run would meet as well
@@ -139,6 +144,7 @@ def _traced(
         calls=tuple(calls),
         tied_elements=tied,
         tied_trained=trained,
+        loss_tokens=loss_tokens[-1] / micro_batches[1],
         block_order=tuple(order[module] for module in modules if module is not None),
     )
 

@@ -168,6 +168,7 @@ class ModelProfile:
     # Of each call of a block, its number in order of registration, by which parallel/recompute.py counts. A model may
     # call its blocks in another order, or one of them often. Empty: one after the other.
     block_order: tuple[int, ...] = ()
+    loss_tokens: float = 0.0  # of a sample, whose loss is computed in parts; 0: it is not
     class_name: str = ""  # of the model, which a function of another name may have built
 
     def called(self) -> Iterator[Part]:
@@ -182,6 +183,11 @@ class ModelProfile:
     def block_numbers(self) -> tuple[int, ...]:
         """Which block each call of one is of."""
         return self.block_order or tuple(range(len(self.blocks)))
+
+    @property
+    def block_count(self) -> int:
+        """As many as are registered, however often each is called."""
+        return 1 + max(self.block_numbers, default=-1)
 
     @property
     def parameters(self) -> int:
