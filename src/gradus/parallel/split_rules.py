@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gradus.parallel.case import Case, refused
 from gradus.parallel.stages import check_enough_blocks
-from gradus.record.format import count_text
 from gradus.schema.errors import InputError, unknown_name
 from gradus.schema.plan import Plan
 
@@ -389,7 +388,11 @@ def more_than_its_blocks(plan: Plan, name: str, blocks: int) -> InputError | Non
     asked = plan.recompute_blocks
     if asked is None or asked <= max(1, blocks):
         return None
-    has = f"{name} has {count_text(blocks, 'block')}" if blocks else f"{name} has no repeated blocks: it is one"
+    has = (
+        f"{name} has {blocks} block{'s' if blocks > 1 else ''}"
+        if blocks
+        else f"{name} has no repeated blocks: it is one"
+    )
     return refused(
         "plan.recompute_blocks",
         asked,
