@@ -63,7 +63,7 @@ def losses(model: dict[str, Any], batch: int, steps: int, way: str, changes: Seq
     torch._dynamo.reset()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
-    return [float(loss) for loss in found]
+    return [round(float(loss), 5) for loss in found]
 
 
 def gaps(runs: dict[str, list[float]], way: str) -> Iterator[float]:
