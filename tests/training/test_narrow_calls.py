@@ -382,6 +382,8 @@ def test_a_model_that_its_script_compiles_after_prepare_may_refuse_them(tmp_path
     assert losses == wide
     [told] = warnings_of(run)
     assert "does not take weights in 16 bits" in told
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0, "or casts of one step would be kept for the next"
 
 
 def test_a_function_that_its_script_compiles_around_the_model_is_one_graph(tmp_path):

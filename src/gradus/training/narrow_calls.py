@@ -74,6 +74,7 @@ class _Attempts:
         self._model, self._step, self._tell = model, step, tell
         self._has_taken_them = False
         self._before: _Before | None = None
+        self._autocasts = 0  # around the call
         self._refusal: str | None = None
 
     def begin(self) -> bool:
@@ -82,6 +83,7 @@ class _Attempts:
         if not self._step.begin_narrow_call():
             return False
         self._before = None if self._has_taken_them else _Before(self._model)
+        self._autocasts = _autocasts()
         return True
 
     def taken(self) -> None:
@@ -91,6 +93,7 @@ class _Attempts:
     def may_be_refused(self, error: BaseException) -> bool:
         """Whether it failed in a way that it may not with wide weights: then it is called with those."""
         self._step.end_narrow_call()
+        _leave_autocasts(self._autocasts)
         if not isinstance(error, REFUSALS) or is_out_of_memory(error) or self._step.is_recording:
             return False
         self._refusal = f"{type(error).__name__}: {first_line(error)}"  # not itself: it holds the activations
@@ -112,6 +115,23 @@ def hint_at_narrow_weights(error: BaseException) -> None:
     """Let an error that copies of the weights may be the cause of end with what to do about it."""
     if isinstance(error, REFUSALS) and _DUE_TO_COPIES.search(str(error)) and not hasattr(error, "__notes__"):
         vars(error)["__notes__"] = [f"hint: {HINT}"]  # as errors of ours have it
+
+
+def _autocasts() -> int:
+    """How many contexts of autocast this is inside of."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _leave_autocasts(around: int) -> None:
+    """As it was around a call: of code whose tracing fails, torch's compiler does not leave the contexts of autocast.
+
+    Then the outermost never ends, and weights that were cast for one step would be used in all others.
+    """
+    while _autocasts() > around:
+        torch.autocast_decrement_nesting()
+    if around == 0:
+        torch.clear_autocast_cache()
 
 
 class _Before:
