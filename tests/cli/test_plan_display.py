@@ -95,4 +95,4 @@ def test_without_a_prediction_there_is_the_plan_alone():
 def test_a_device_of_unknown_speed_has_memory_but_no_time():
     text = shown([Choice(Plan(), {}, prediction(step=None, mfu=None, budget=None))])
     assert "Memory of the rank" in text
-    assert "see --measure" in text
+    assert "No time of a step is predicted, see below for why; --measure measures it." in " ".join(text.split())
