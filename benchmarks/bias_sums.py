@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.node import map_arg
 
+from gradus.training.graph_editing import insert
 from gradus.training.graph_passes import GraphPasses, fingerprint
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -119,8 +119,8 @@ def use_sums_of_biases(graph: fx.Graph) -> None:
             continue
         found = True
         with graph.inserting_before(node):
-            total = _insert(graph, node, aten.sum.dim_IntList, sums, *node.args[1:])
-            rounded = _insert(graph, node, prims.convert_element_type.default, total, node.meta["val"].dtype)
+            total = insert(graph, node, aten.sum.dim_IntList, sums, *node.args[1:])
+            rounded = insert(graph, node, prims.convert_element_type.default, total, node.meta["val"].dtype)
         node.replace_all_uses_with(rounded)
         graph.erase_node(node)
     if found:
@@ -163,17 +163,8 @@ def _is_of_attention(node: fx.Node) -> bool:
 
 def _with_sums(graph: fx.Graph, instead_of: fx.Node, kernel: Any, *inputs: Any) -> list[fx.Node]:
     """What the kernel returns, each by itself."""
-    both = _insert(graph, instead_of, kernel, *inputs)
-    return [_insert(graph, instead_of, operator.getitem, both, number) for number in range(len(both.meta["val"]))]
-
-
-def _insert(graph: fx.Graph, instead_of: fx.Node, kernel: Any, *inputs: Any) -> fx.Node:
-    """As the product's (training/graph_editing.py), also with lists of nodes among the inputs."""
-    node = graph.call_function(kernel, inputs)
-    with torch.no_grad():
-        value = kernel(*map_arg(inputs, lambda of: of.meta["val"]))
-    node.meta = {**instead_of.meta, "val": value}
-    return node
+    both = insert(graph, instead_of, kernel, *inputs)
+    return [insert(graph, instead_of, operator.getitem, both, number) for number in range(len(both.meta["val"]))]
 
 
 # --- GELU

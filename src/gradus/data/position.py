@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradus.data.order import Indices, Ranges, past_skipped
-from gradus.schema.differences import began_and_found, flat
+from gradus.schema.differences import began_and_found, differences
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import DataBlock, Recipe
 
@@ -162,11 +162,9 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[C
         if key in before and key in now and before[key] != now[key]
     ]
     if "data" in before and "data" in now:
-        asked, asks = flat("data", before["data"]), flat("data", now["data"])
         changes += [
-            _change(key, asked.get(key), asks.get(key), "its samples would be others")
-            for key in dict.fromkeys([*asked, *asks])
-            if asked.get(key) != asks.get(key)
+            _change(other.key, other.before, other.now, "its samples would be others")
+            for other in differences({"data": before["data"]}, {"data": now["data"]})
         ]
     if "samples" in before and "samples" in now and before["samples"] != now["samples"]:
         began, found = before["samples"], now["samples"]

@@ -50,7 +50,7 @@ class Departures:
         store = self._world.store
         if store is None:
             return None
-        store.set(self._of(self._world.rank), str(step))
+        store.set(_key(self._number, self._world.rank), str(step))
         together = f"left-{self._number}-at-{step}"
         store.add(together, 1)
         self._number += 1
@@ -69,9 +69,6 @@ class Departures:
                 others.look(time.monotonic() - began)
                 next_look = time.monotonic() + _LOOK_SECONDS
             time.sleep(_POLL_SECONDS)
-
-    def _of(self, rank: int) -> str:
-        return _key(self._number, rank)
 
 
 class _Others:

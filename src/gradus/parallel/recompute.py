@@ -64,9 +64,10 @@ Forward = Callable[..., Any]
 
 def apply_recompute(model: nn.Module, plan: Plan) -> None:
     """Let the repeated blocks of any model, in place, keep for backward what the plan says. Before compilation."""
-    if plan.recompute != "none" and (refusal := more_than_its_blocks(plan, *_name_and_blocks(model))) is not None:
+    blocks = repeated_blocks(model)
+    if plan.recompute != "none" and (refusal := more_than_its_blocks(plan, type(model).__name__, len(blocks))):
         raise refusal
-    for place, block in enumerate(_parts(model)):
+    for place, block in enumerate(blocks or [model]):
         if plan.recompute != "none" and (plan.recompute_blocks is None or place < plan.recompute_blocks):
             _surround(block, functools.partial(_recomputed, plan.recompute == "selective"))
         if plan.activation_offload:
@@ -97,14 +98,6 @@ def _how_many(blocks: int, plan: Plan) -> str:
         return f"{blocks} blocks"
     others = f", activation_offload of all {blocks}" if plan.activation_offload else ""
     return f"the first {first} of {blocks} blocks{others}"
-
-
-def _name_and_blocks(model: nn.Module) -> tuple[str, int]:
-    return type(model).__name__, len(repeated_blocks(model))
-
-
-def _parts(model: nn.Module) -> list[nn.Module]:
-    return repeated_blocks(model) or [model]
 
 
 def _surround(block: nn.Module, around: Callable[..., Any], *, compiled: bool = True) -> None:

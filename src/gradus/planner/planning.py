@@ -21,7 +21,7 @@ from gradus.planner.choice.gpu_count import (
     time_of,
     within,
 )
-from gradus.planner.choice.levers import Settled, settled
+from gradus.planner.choice.levers import Settled, more_parts_than_tokens, settled
 from gradus.planner.choice.nothing_fits import nothing_fits
 from gradus.planner.choice.reasons import gib, reasons, refused
 from gradus.planner.choice.search import MOST_CHOICES, Found, Outcome, search
@@ -33,7 +33,6 @@ from gradus.record.format import count_text
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import GradusError, InputError, NoPlanFits
 from gradus.schema.intervals import seconds_of
-from gradus.schema.plan import Plan
 from gradus.schema.prediction import BudgetPrediction
 from gradus.schema.recipe import OWN, Recipe
 
@@ -204,7 +203,10 @@ class Question:
         return self._with_interval(Choice(plan, why, self.predictor.prediction(plan)))
 
     def _notes(self, best: Choice) -> list[str]:
-        notes, foreseen = [*self.predictor.trace().notes, *self._parts_note(best.plan)], best.prediction
+        notes, foreseen, plan = list(self.predictor.trace().notes), best.prediction, best.plan
+        tokens = round(self.predictor.profile(plan).loss_tokens * plan.micro_batch / plan.mesh.context)
+        if (needless := more_parts_than_tokens(plan, tokens)) is not None:
+            notes.append(needless)
         if foreseen is None or foreseen.verdict != "tight" or foreseen.limit_bytes is None:
             return notes
         # A model that was not traced is never said to fit; that it was not is a note of its own.
@@ -212,14 +214,6 @@ class Question:
             needs, has = gib(foreseen.memory.peak), gib(foreseen.limit_bytes)
             notes.append(f"memory is tight: {needs} of {has} predicted, give or take {foreseen.memory_error:.0%}")
         return notes
-
-    def _parts_note(self, plan: Plan) -> list[str]:
-        """Where the recipe wants the loss in more parts than there are tokens."""
-        tokens = round(self.predictor.profile(plan).loss_tokens * plan.micro_batch / plan.mesh.context)
-        if not 0 < tokens < plan.loss_chunks:
-            return []
-        few = count_text(tokens, "token")
-        return [f"plan.loss_chunks is {plan.loss_chunks:,}, and a micro-batch has {few}: each is a part of its own"]
 
     def _with_interval(self, choice: Choice) -> Choice:
         """Unless the recipe says it, the default; but one checkpoint is written before the next begins."""

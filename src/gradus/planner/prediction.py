@@ -138,6 +138,8 @@ class Predictor:
 
     def check_recomputed_blocks(self, plan: Plan) -> None:
         """Refuse to recompute more blocks than the model has, as a run would when it has built one."""
+        if plan.recompute_blocks is None:  # a prediction of one plan needs no other trace
+            return
         profile = self.trace()
         refusal = more_than_its_blocks(plan, profile.class_name or self.recipe.model.use, profile.block_count)
         if refusal is not None:

@@ -70,9 +70,9 @@ class RunDirectory:
             if _is_run(candidate):
                 return cls(candidate.absolute())
         runs = find_runs(root)
-        of_name = [run for run in runs if path_or_id in (run.name, run.name_in_loop)]
-        if of_name:
-            return of_name[0]
+        of_name = next((run for run in runs if run.name == path_or_id or run.name_in_loop == path_or_id), None)
+        if of_name is not None:
+            return of_name
         of_id = [run for run in runs if run.id == path_or_id]
         if len(of_id) == 1:
             return of_id[0]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 import yaml
 
 from gradus.record.directory import RunDirectory
+from gradus.schema.differences import flat
 
 
 def run_settings(run: RunDirectory) -> dict[str, str | int | float | bool]:
@@ -19,15 +17,7 @@ def run_settings(run: RunDirectory) -> dict[str, str | int | float | bool]:
             document = yaml.safe_load((folder / f"{name}.yaml").read_text())
         except (OSError, yaml.YAMLError):
             continue
-        settings |= dict(_flat(name, document))
+        for key, value in flat(name, document).items():
+            if value is not None:
+                settings[key] = value if isinstance(value, (str, int, float, bool)) else str(value)
     return settings
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str | int | float | bool]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(f"{name}.{key}", item)
-    elif isinstance(value, (str, int, float, bool)):
-        yield name, value
-    elif value is not None:
-        yield name, str(value)

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 
 def insert(graph: fx.Graph, instead_of: fx.Node, operator: Any, *inputs: Any) -> fx.Node:
     """A node for where the graph is being written, that knows what its result looks like."""
     node = graph.call_function(operator, inputs)
     with torch.no_grad():
-        value = operator(*(of.meta["val"] if isinstance(of, fx.Node) else of for of in inputs))
+        value = operator(*map_arg(inputs, lambda of: of.meta["val"]))
     node.meta = {**instead_of.meta, "val": value}  # with where it comes from, by which kernels are named
     return node
 

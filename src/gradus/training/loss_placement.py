@@ -53,7 +53,7 @@ def chunk_loss(
     elif objective is None or example is None:
         raise _refused(f"in an own loop, the loss of {name} is computed where gradus does not see it")
     elif objective.cross_entropy:
-        layer = _layer_before(model, objective, example, objective.logits_of)
+        layer = _layer_before(model, objective, example, objective.logits_of, _UsesOf())
         objective.use_chunks(layer, loss)
         layer.__class__ = OutputLayer
     elif is_pretrained_model(type(model)):
@@ -156,22 +156,21 @@ class _OfLabels:
 def _chunk_huggingface(model: Any, loss: ChunkedLoss, objective: Objective, example: Batch) -> None:
     whole = model.loss_function
     given: dict[str, Tensor] = {}
-
-    others = _UsesOf()
+    uses = _UsesOf()
 
     def own(logits: Tensor, targets: Tensor, training: bool) -> LossOutput:
         given["loss_of_logits"] = logits
-        with others.are_not_meant():
+        with uses.are_not_meant():
             return classification_loss(logits, targets, training)
 
     def theirs(logits: Tensor, *positional: Any, **named: Any) -> Any:
         given["loss_function"] = logits
-        with others.are_not_meant():
+        with uses.are_not_meant():
             return whole(logits, *positional, **named)
 
     model.loss_of_logits, model.loss_function = own, theirs
     try:
-        layer = _layer_before(model, objective, example, lambda _: next(iter(given.values()), None), others)
+        layer = _layer_before(model, objective, example, lambda _: next(iter(given.values()), None), uses)
     finally:
         del model.loss_of_logits, model._loss_function
     if "loss_of_logits" in given:
@@ -188,12 +187,15 @@ class _UsesOf(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._returned: list[Tensor] = []
+        self.layers: list[tuple[Tensor, nn.Linear]] = []  # what was returned, and by which; so that ids stay their own
+        self._returned: set[int] = set()
         self._used: set[int] = set()
         self._looks = True
 
-    def returned(self, tensor: Tensor) -> None:
-        self._returned.append(tensor)  # kept, so that its id stays its own
+    def returned(self, layer: nn.Linear, _: Any, y: Tensor) -> None:
+        """A hook for after the layer."""
+        self.layers.append((y, layer))
+        self._returned.add(id(y))
 
     def of(self, tensor: Tensor) -> bool:
         return id(tensor) in self._used
@@ -211,8 +213,7 @@ class _UsesOf(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._looks:
-            given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-            self._used |= given & set(map(id, self._returned))
+            self._used |= self._returned & {id(leaf) for leaf in tree_leaves((args, kwargs))}
         return func(*args, **(kwargs or {}))
 
 
@@ -221,29 +222,22 @@ def _layer_before(
     objective: Objective,
     example: Batch,
     logits_of: Callable[[Any], Any],
-    uses: _UsesOf | None = None,
+    uses: _UsesOf,
 ) -> nn.Linear:
     """The Linear layer that returned the very logits of which the loss is computed, for nothing but the loss."""
-    layers: list[tuple[Tensor, nn.Linear]] = []
-    uses = uses or _UsesOf()
-
-    def note(layer: nn.Linear, _: Any, y: Tensor) -> None:
-        layers.append((y, layer))
-        uses.returned(y)
-
-    hooks = [module.register_forward_hook(note) for module in model.modules() if type(module) is nn.Linear]
+    hooks = [module.register_forward_hook(uses.returned) for module in model.modules() if type(module) is nn.Linear]
     try:
         output = _run_without_values(model, objective, example, uses)
     finally:
         for hook in hooks:
             hook.remove()
     name, logits = type(model).__name__, logits_of(output)
-    found = [layer for y, layer in layers if y is logits]
+    found = [layer for y, layer in uses.layers if y is logits]
     if not found:
         raise _refused(f"what {name} computes its loss of is not what a Linear layer of it returned")
     if uses.of(logits):
         raise _refused(f"{name} uses its logits for something else than the loss")
-    if sum(layer is found[0] for _, layer in layers) > 1:
+    if sum(layer is found[0] for _, layer in uses.layers) > 1:
         raise _refused(f"{name} calls its output layer more than once")
     return found[0]
 

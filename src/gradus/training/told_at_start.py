@@ -8,7 +8,7 @@ import torch
 
 from gradus.data.orders import note_of
 from gradus.hardware.catalogue import find_gpu, peak_flops
-from gradus.record.format import count_text
+from gradus.planner.choice.levers import more_parts_than_tokens
 from gradus.training.compilation import why_not_compiled
 from gradus.training.recorder import Rates
 
@@ -36,12 +36,11 @@ def tell_start(live: LiveRun) -> None:
     if live.plan.compile and live.plan.mesh.pipeline == 1 and (nothing := why_not_compiled(live.model)) is not None:
         recorder.event("compilation", message=nothing)
     tokens = _rows_at_once(live)
-    if tokens is not None and live.plan.loss_chunks > tokens:
-        chunks = f"plan.loss_chunks is {live.plan.loss_chunks:,}"
-        live.warn(f"{chunks}, and a micro-batch has {count_text(tokens, 'token')}: each is a part of its own")
+    if (needless := more_parts_than_tokens(live.plan, tokens)) is not None:
+        live.warn(needless)
     if live.float8_layers is not None:
         recorder.event("precision", message=live.float8_layers.summary())
-        for doubt in live.float8_layers.doubts(_rows_at_once(live), live.plan.compile):
+        for doubt in live.float8_layers.doubts(tokens, live.plan.compile):
             live.warn(doubt)
     note = getattr(live.train_data, "note", None)
     if note:

@@ -12,6 +12,7 @@ from gradus.diagnosis.scaling_law import Refused, ScalingLaw, fit_scaling_law
 from gradus.record.amdahl import Amdahl, Measured, amdahl, efficiency, outside_the_law, speed_up
 from gradus.record.directory import RunDirectory
 from gradus.record.history import History
+from gradus.schema.differences import flat
 from gradus.schema.errors import InputError
 
 RATES = (("tokens_per_second", "tok"), ("samples_per_second", "samples"))
@@ -269,18 +270,18 @@ def _labels(runs: Sequence[RunDirectory]) -> list[str]:
 
 
 def _differences(runs: Sequence[Compared]) -> dict[str, tuple[Any, ...]]:
-    flat = [
+    documents = [
         {
-            **_flat("recipe", _document(one.evidence.recipe, without=("plan", "name"))),
-            **_flat("plan", _document(one.evidence.plan)),
-            **_flat("cluster", _document(one.evidence.cluster)),
-            **_flat("packages", one.evidence.environment.get("packages") or {}),
+            **flat("recipe", _document(one.evidence.recipe, without=("plan", "name"))),
+            **flat("plan", _document(one.evidence.plan)),
+            **flat("cluster", _document(one.evidence.cluster)),
+            **flat("packages", one.evidence.environment.get("packages") or {}),
             "git.commit": (one.evidence.environment.get("git") or {}).get("commit"),
         }
         for one in runs
     ]
-    keys = list(dict.fromkeys(key for document in flat for key in document))
-    found = {key: tuple(document.get(key) for document in flat) for key in keys}
+    keys = list(dict.fromkeys(key for document in documents for key in document))
+    found = {key: tuple(document.get(key) for document in documents) for key in keys}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
@@ -288,9 +289,3 @@ def _document(model: Any, without: Sequence[str] = ()) -> dict[str, Any]:
     if model is None:
         return {}
     return {key: value for key, value in model.model_dump(mode="json").items() if key not in without}
-
-
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {name: item for key, part in value.items() for name, item in _flat(f"{prefix}.{key}", part).items()}
-    return {prefix: value}

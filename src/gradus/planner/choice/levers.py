@@ -20,6 +20,7 @@ from gradus.planner.choice.search import Foresight, gain_worth_it
 from gradus.planner.defaults import Chosen
 from gradus.planner.profile.program import ModelProfile
 from gradus.planner.profile.request import NARROW
+from gradus.record.format import count_text
 from gradus.schema.errors import InputError
 from gradus.schema.plan import Plan
 
@@ -124,16 +125,13 @@ def _if_it_saves(plan: Plan, choice: Chosen, foresight: Foresight) -> Chosen:
 
 
 def _chunks(plan: Plan, space: Space, profile: ModelProfile) -> Chosen:
-    model, traced = space.case.model, profile.last_product(plan.micro_batch)
-    capability = space.case.capability if space.case.on_gpus else None
-    tokens, vocabulary = (profile.tokens_per_sample or 0) * plan.micro_batch, model.vocabulary
-    if vocabulary is not None and not tokens and traced is not None:  # of a dataset of the user's
-        tokens = round(traced[0])
-    if vocabulary is not None or model.kind != "user" or traced is None:
-        return chosen_chunks(plan, capability, vocabulary, tokens)
-    # A model of the user's: whether these are logits is seen when their loss is traced in parts.
-    choice = chosen_chunks(plan, capability, round(traced[1]), round(traced[0]))
-    return choice if choice[0] > 1 else (1, "")
+    model, capability = space.case.model, space.case.capability if space.case.on_gpus else None
+    rows, columns = profile.last_product(plan.micro_batch) or (0, None)
+    if model.kind == "user":  # whether these are logits is seen when their loss is traced in parts
+        choice = chosen_chunks(plan, capability, columns, rows)
+        return choice if choice[0] > 1 else (1, "")
+    tokens = (profile.tokens_per_sample or 0) * plan.micro_batch
+    return chosen_chunks(plan, capability, model.vocabulary, tokens or rows)  # no tokens: a dataset of the user's
 
 
 def chosen_chunks(plan: Plan, capability: tuple[int, int] | None, vocabulary: int | None, tokens: int) -> Chosen:
@@ -152,6 +150,14 @@ def chosen_chunks(plan: Plan, capability: tuple[int, int] | None, vocabulary: in
         few = f"in parts of fewer than {LEAST_CHUNK_TOKENS:,} tokens matrices would be small"
         return 1, f"all logits at once take no more than {gib(CHUNK_BYTES)}" if logits <= CHUNK_BYTES else few
     return chunks, f"all logits at once would take {gib(logits)}, and go through memory four times"
+
+
+def more_parts_than_tokens(plan: Plan, tokens: int | None) -> str | None:
+    """What to say where the recipe wants the loss of a micro-batch of so many tokens in more parts than that."""
+    if not tokens or plan.loss_chunks <= tokens:
+        return None
+    few = count_text(tokens, "token")
+    return f"plan.loss_chunks is {plan.loss_chunks:,}, and a micro-batch has {few}: each is a part of its own"
 
 
 # --- recompute_blocks

@@ -30,6 +30,11 @@ def in_gib(size: float) -> str:
     return f"{count:,.0f}" if count >= 1000 else f"{count:.1f}" if count >= 0.95 else f"{count:.2f}"
 
 
+def _of_limit(foresight: Foresight) -> str:
+    """What follows a size, where it is known how much there is."""
+    return f" of {in_gib(foresight.limit_bytes)}" if foresight.limit_bytes is not None else ""
+
+
 def reasons(
     outcome: Outcome, found: Found, space: Space, foresight: Foresight, settled: Plan | None = None
 ) -> dict[str, str]:
@@ -86,7 +91,7 @@ def _not_as_good(other: Outcome, best: Outcome, foresight: Foresight) -> str:
     assert best.seconds is not None
     step, more = f"{other.seconds:.3g} s a step", other.seconds / best.seconds - 1
     if other.verdict == "tight" and best.verdict == "fits":
-        limit = f" of {in_gib(foresight.limit_bytes)}" if foresight.limit_bytes is not None else ""
+        limit = _of_limit(foresight)
         faster = f", {-more:.0%} faster" if more < -0.005 else ""
         return f"{step}{faster}, but memory is tight: {gib(foresight.memory(other.plan).peak)}{limit}"
     if more < -0.0005:
@@ -102,11 +107,10 @@ def _too_little(seconds: float) -> str:
 
 def too_large(plan: Plan, foresight: Foresight) -> str:
     """`needs 31.2 GiB of 24.0: optimizer 19.1`."""
-    memory, limit = foresight.memory(plan), foresight.limit_bytes
+    memory = foresight.memory(plan)
     kinds = {name: getattr(memory, name) for name in type(memory).model_fields}
     largest = max(kinds, key=lambda name: kinds[name])
-    of = f" of {in_gib(limit)}" if limit is not None else ""
-    return f"needs {gib(memory.peak)}{of}: {largest.replace('_', ' ')} {in_gib(kinds[largest])}"
+    return f"needs {gib(memory.peak)}{_of_limit(foresight)}: {largest.replace('_', ' ')} {in_gib(kinds[largest])}"
 
 
 def title(plan: Plan) -> str:
@@ -156,7 +160,7 @@ def _zero(outcome: Outcome, found: Found, foresight: Foresight) -> str:
     replicas = [o for o in found.considered if o.plan.mesh.shard == 1 and cut_alike(o.plan)]
     if replicas and all(o.verdict == "no" for o in replicas):
         least = min(foresight.memory(o.plan).peak for o in replicas)
-        limit = f" of {in_gib(foresight.limit_bytes)}" if foresight.limit_bytes is not None else ""
+        limit = _of_limit(foresight)
         return f"{over}: replicas need {gib(least)}{limit}"
     other = _compared(outcome, found, foresight, lambda p: p.zero != plan.zero and cut_alike(p), "otherwise")
     return f"{over}: {other}"
@@ -203,7 +207,7 @@ def _compared(outcome: Outcome, found: Found, foresight: Foresight, other: Calla
     if not others:
         return "the only way that was looked at"
     best = _best(others)
-    limit = f" of {in_gib(foresight.limit_bytes)}" if foresight.limit_bytes is not None else ""
+    limit = _of_limit(foresight)
     if best.verdict == "no":
         return f"{what} at least {gib(foresight.memory(best.plan).peak)}{limit}"
     if best.verdict == "tight" and outcome.verdict == "fits":

@@ -197,7 +197,7 @@ class ModelProfile:
     def trained(self) -> int:
         return sum(part.trained for part in self.called())
 
-    def last_product(self, micro_batch: float) -> tuple[float, float] | None:
+    def last_product(self, micro_batch: float) -> tuple[int, int] | None:
         """Rows and columns of the last matrix product of forward: the logits, of a model that has such."""
         if not self.traced or not self.calls:
             return None
@@ -205,7 +205,7 @@ class ModelProfile:
         if not products:
             return None
         count, rows, columns, _ = (size.at(micro_batch) for size in products[-1].shape)
-        return count * rows, columns
+        return round(count * rows), round(columns)
 
     def flops(self, micro_batch: float) -> float:
         """Of one forward and backward pass, without computing anything twice: not even attention's scores."""
