@@ -78,6 +78,8 @@ Root Cause (first observed failure):
         (1, -9, {0: LOST, 1: []}, 1),
         (-6, -6, {0: LOST, 1: RAISED}, 1),  # aborted by torch when all was said
         (-15, 7, {0: [], 1: []}, 1),
+        (1, -15, {0: LOST, 1: RAISED}, 1),  # was on its way out when torchrun ended it
+        (1, -15, {0: LOST, 1: []}, 0),
         (1, 1, {0: LOST, 1: LOST}, 0),  # a cause that nobody tells
     ],
 )

@@ -156,10 +156,13 @@ def _first_cause(deaths: Sequence[Death], words: Mapping[int, LastWords]) -> Dea
     cause = next((death for death in deaths if _is_a_cause(death, words)), None)
     if cause is not None or not deaths:
         return cause
-    dead = {death.rank for death in deaths}
-    leaving = (rank for rank, said in words.items() if rank not in dead and said.exception and not said.lost_a_peer)
-    rank = next(leaving, None)
-    return deaths[0] if rank is None else Death(rank, deaths[0].node, 1)
+    dead = {death.rank: death for death in deaths}
+    for rank, said in words.items():
+        ended = dead.get(rank)
+        # torchrun may have ended it with SIGTERM while it was on its way out.
+        if (ended is None or ended.signal == "SIGTERM") and said.exception and not said.lost_a_peer:
+            return Death(rank, (ended or deaths[0]).node, 1)
+    return deaths[0]
 
 
 def _is_a_cause(death: Death, words: Mapping[int, LastWords]) -> bool:
