@@ -8,6 +8,7 @@ from gradus.data.loader import MicroBatch
 from gradus.faults.whereabouts import Whereabouts
 from gradus.training.boundary import Boundary, Ending, Launched
 from gradus.training.live_run import LiveRun
+from gradus.training.narrow_refusal import NarrowTrial
 from gradus.training.rollback import GoBack, roll_back
 
 
@@ -26,6 +27,9 @@ def _train(live: LiveRun) -> Ending | GoBack:
     state = live.state
     if live.recipe.deterministic and live.world.size > 1 and state.step < live.total_steps:
         live.step.warm_up(live.loader.micro_batches(state.step, state.step + 1))
+    if live.plan.narrow_weights and live.step.has_narrow_weights:
+        fixed = "narrow_weights" in live.recipe.plan.fixed
+        live.step.trial = NarrowTrial(live.step, live.warn, fixed=fixed)
     samples = live.samples.noted(live.loader.micro_batches(state.step, live.total_steps))
     batches = TimedBatches(samples, live.watch.where)
     boundary = Boundary(live)

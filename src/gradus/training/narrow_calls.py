@@ -12,14 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradus.record.format import first_line
-from gradus.training.out_of_memory import is_out_of_memory
+from gradus.training.narrow_refusal import REFUSALS, Before, autocasts, goes_on_without, leave_autocasts, refusal_in
 from gradus.training.step import TrainingStep
 
-# What torch, its compiler and checks of a model's own raise at a format that they did not expect.
-REFUSALS = (RuntimeError, TypeError, ValueError, AssertionError)
 # Gradients asked for by parameters, in whose place copies were used; formats that differ in the loop's own code; and
 # what was computed outside of the model's calls, and again, with narrow weights, in backward.
 _DUE_TO_COPIES = re.compile(
@@ -73,7 +70,7 @@ class _Attempts:
     def __init__(self, model: nn.Module, step: TrainingStep, tell: Callable[[str], None]) -> None:
         self._model, self._step, self._tell = model, step, tell
         self._has_taken_them = False
-        self._before: _Before | None = None
+        self._before: Before | None = None
         self._autocasts = 0  # around the call
         self._refusal: str | None = None
 
@@ -82,8 +79,8 @@ class _Attempts:
         self._refusal = None
         if not self._step.begin_narrow_call():
             return False
-        self._before = None if self._has_taken_them else _Before(self._model)
-        self._autocasts = _autocasts()
+        self._before = None if self._has_taken_them else Before(self._model)
+        self._autocasts = autocasts()
         return True
 
     def taken(self) -> None:
@@ -93,10 +90,12 @@ class _Attempts:
     def may_be_refused(self, error: BaseException) -> bool:
         """Whether it failed in a way that it may not with wide weights: then it is called with those."""
         self._step.end_narrow_call()
-        _leave_autocasts(self._autocasts)
-        if not isinstance(error, REFUSALS) or is_out_of_memory(error) or self._step.is_recording:
+        leave_autocasts(self._autocasts)
+        if self._step.is_recording:
             return False
-        self._refusal = f"{type(error).__name__}: {first_line(error)}"  # not itself: it holds the activations
+        self._refusal = refusal_in(error)  # not the error itself: it holds the activations
+        if self._refusal is None:
+            return False
         if self._before is not None:
             self._before.put_back()
         return True
@@ -106,48 +105,10 @@ class _Attempts:
         if self._refusal is None:
             return
         self._step.refuse_narrow()
-        self._tell(
-            f"the model does not take weights in 16 bits, and goes on without (plan.narrow_weights): {self._refusal}"
-        )
+        self._tell(goes_on_without(self._refusal))
 
 
 def hint_at_narrow_weights(error: BaseException) -> None:
     """Let an error that copies of the weights may be the cause of end with what to do about it."""
     if isinstance(error, REFUSALS) and _DUE_TO_COPIES.search(str(error)) and not hasattr(error, "__notes__"):
         vars(error)["__notes__"] = [f"hint: {HINT}"]  # as errors of ours have it
-
-
-def _autocasts() -> int:
-    """How many contexts of autocast this is inside of."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def _leave_autocasts(around: int) -> None:
-    """As it was around a call: of code whose tracing fails, torch's compiler does not leave the contexts of autocast.
-
-    Then the outermost never ends, and weights that were cast for one step would be used in all others.
-    """
-    while _autocasts() > around:
-        torch.autocast_decrement_nesting()
-    if around == 0:
-        torch.clear_autocast_cache()
-
-
-class _Before:
-    """What a call that fails midway leaves changed: random numbers that were drawn, and buffers such as statistics."""
-
-    def __init__(self, model: nn.Module) -> None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._drawn = [generator.get_state() for generator in self._generators]
-        self._buffers: list[tuple[Tensor, Tensor]] = [(b, b.detach().clone()) for b in model.buffers()]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for generator, state in zip(self._generators, self._drawn, strict=True):
-            generator.set_state(state)
-        for buffer, value in self._buffers:
-            buffer.copy_(value)

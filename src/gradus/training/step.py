@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class TrainingStep:
     """Everything that a step needs and that stays the same from step to step."""
 
     is_recording = False  # as graphs (graphed_step.py): nothing that is computed now is a step
+    # Of the first loss with narrow weights, which the model may refuse (narrow_refusal.py).
+    trial: Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]] | None = None
     on_wide_loss: Callable[[], None] | None = None  # an own loop's: of narrow weights, which no call of its model had
 
     def __init__(
@@ -105,7 +108,8 @@ class TrainingStep:
         for _ in range(self.accumulate):
             micro = next(micro_batches)
             with self.forward(micro, step):
-                loss_sum, count = self._lost(micro)
+                trial, self.trial = self.trial, None
+                loss_sum, count = self._lost(micro) if trial is None else trial(partial(self._lost, micro))
             self.backward(loss_sum, count)
 
     def _lost(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
