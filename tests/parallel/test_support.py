@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from refusal_cases import recipe
 from refused_combinations import CPU, REFUSED_COMBINATIONS
@@ -13,8 +15,9 @@ from gradus.planner.defaults import default_plan
 from gradus.planner.model_facts import facts_of
 from gradus.schema.cluster import GpuNumbers
 from gradus.schema.errors import InputError
-from gradus.schema.plan import Plan
+from gradus.schema.plan import Mesh, Plan
 
+TRACED = "weights in 16 bits"  # the rule that looks at what a trace has shown
 REFUSED = [*REFUSED_SPLITS, *REFUSED_COMBINATIONS]
 
 
@@ -50,7 +53,34 @@ def test_it_is_that_very_rule_that_refuses(rule, plan, more, cluster, message):
 
 
 def test_every_rule_of_the_table_has_a_case():
-    assert {case[0] for case in REFUSED} == set(RULES)
+    assert {case[0] for case in REFUSED} | {TRACED} == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message", "hint"),
+    [
+        (
+            {"precision": "bf16", "narrow_weights": True},
+            "plan.narrow_weights: found true, but with weights in 16 bits the model failed: why",
+            "use plan.narrow_weights=false",
+        ),
+        (
+            {"precision": "fp16", "mesh": Mesh(shard=2), "zero": 2},
+            "plan.mesh: found {shard: 2}, but sharded parameters are gathered in 16 bits, and with such "
+            "the model failed: why",
+            "use replicas, or plan.precision=fp32; or let the model compute in the format of its weights",
+        ),
+        ({"precision": "bf16", "mesh": Mesh(replicate=2)}, None, None),
+        ({"precision": "fp32", "mesh": Mesh(shard=2), "zero": 3}, None, None),
+        ({"precision": "bf16"}, None, None),
+    ],
+)
+def test_a_model_that_failed_with_weights_in_16_bits_gets_none(plan, message, hint):
+    given = recipe({})
+    case = Case(given, Plan(**plan), replace(facts_of(given), narrow_failure="the model failed: why"))
+    refusal = RULES[TRACED](case)
+    assert (refusal.message, refusal.hint) == (message, hint) if refusal is not None else message is None
+    assert RULES[TRACED](replace(case, model=facts_of(given))) is None
 
 
 def test_without_a_refusal_the_table_says_nothing():

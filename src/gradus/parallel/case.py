@@ -31,6 +31,7 @@ class ModelFacts:
     latent_attention: bool = False
     batch_norm: bool = False
     vocabulary: int | None = None  # of a loss over all tokens, which may be computed in parts
+    narrow_failure: str = ""  # how it failed with weights in 16 bits, and only with them, when it was traced
 
 
 @dataclass(frozen=True)

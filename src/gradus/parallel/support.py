@@ -176,6 +176,24 @@ def _narrow_weights(case: Case) -> InputError | None:
     return refused("plan.narrow_weights", "true", why, allowed="false", hint=f"use {hint}")
 
 
+def _weights_in_16_bits(case: Case) -> InputError | None:
+    plan, failure = case.plan, case.model.narrow_failure
+    if not failure or plan.precision not in ("bf16", "fp16", "fp8"):
+        return None
+    if plan.narrow_weights:
+        why, hint = f"with weights in 16 bits {failure}", "use plan.narrow_weights=false"
+        return refused("plan.narrow_weights", "true", why, allowed="false", hint=hint)
+    if not plan.sharded:
+        return None
+    return refused(
+        "plan.mesh",
+        plan.mesh.flow(),
+        f"sharded parameters are gathered in 16 bits, and with such {failure}",
+        allowed="replicas or a pipeline, with zero 0",
+        hint="use replicas, or plan.precision=fp32; or let the model compute in the format of its weights",
+    )
+
+
 # --- launching
 
 
@@ -351,6 +369,7 @@ RULES: dict[str, Rule] = {
     "channels_last, sharded": _channels_last_sharded,
     "loss_chunks, tensor": _loss_chunks_tensor,
     "narrow_weights": _narrow_weights,
+    "weights in 16 bits": _weights_in_16_bits,
     "cuda_graph": _cuda_graph,
     "synchronise_every, not only replicas": _local_steps,
     "synchronise_every, compression": _compressed_local_steps,

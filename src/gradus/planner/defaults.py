@@ -130,16 +130,19 @@ def case_of(recipe: Recipe, cluster: Cluster, plan: Plan, own_loop: bool = False
     return Case(recipe, plan, facts_of(recipe), gpus, cluster.gpu_name, capability_of(cluster), own_loop)
 
 
-def surroundings(recipe: Recipe, cluster: Cluster, split: Plan, *, takes_narrow: bool = False) -> dict[str, Chosen]:
+def surroundings(
+    recipe: Recipe, cluster: Cluster, split: Plan, *, takes_narrow: bool = False, narrow_failure: str = ""
+) -> dict[str, Chosen]:
     """What does not cut up the work but follows from how it is cut, from the model and from the machine.
 
     `takes_narrow`: the model was traced with weights in 16 bits. Reference models are known to take them.
+    `narrow_failure`: how it failed with them, and only with them.
     """
     fixed, mesh, gpus = recipe.plan.fixed, split.mesh, cluster.gpus_per_node > 0
     pipeline = mesh.pipeline > 1
     chosen: dict[str, Chosen] = {"precision": _precision(cluster, capability_of(cluster), pipeline)}
     precision = recipe.plan.precision if "precision" in fixed else chosen["precision"][0]
-    chosen["narrow_weights"] = _narrow_weights(recipe, split, precision, gpus, takes_narrow)
+    chosen["narrow_weights"] = _narrow_weights(recipe, split, precision, gpus, takes_narrow, narrow_failure)
     chosen["compile"] = _compile(gpus, pipeline and split.pipeline_schedule == "zero-bubble")
     tensor_cores = gpus and precision in ("bf16", "fp16", "tf32")
     chosen["channels_last"] = _channels_last(recipe, tensor_cores, split.sharded)
@@ -179,7 +182,9 @@ def _stages_per_rank(schedule: str) -> Chosen:
     return 1, f"{schedule} needs no more"
 
 
-def _narrow_weights(recipe: Recipe, split: Plan, precision: str, gpus: bool, takes_narrow: bool) -> Chosen:
+def _narrow_weights(
+    recipe: Recipe, split: Plan, precision: str, gpus: bool, takes_narrow: bool, narrow_failure: str
+) -> Chosen:
     if not gpus:
         return False, "they pay where weights are read from a GPU's memory"
     if split.sharded:
@@ -191,6 +196,8 @@ def _narrow_weights(recipe: Recipe, split: Plan, precision: str, gpus: bool, tak
     if recipe.model.use == OWN:
         # Nobody has traced that model: training/narrow_calls.py tries.
         return True, "weights are rounded once a step, for your model's calls; if it takes none such, the run says so"
+    if narrow_failure:
+        return False, f"with weights in 16 bits {narrow_failure}"
     if not takes_narrow and facts_of(recipe).kind != "reference":
         return False, "the model was not traced with them, and may not take them; the recipe can say true"
     return True, "weights are rounded once a step, and layers add up in 16 bits"

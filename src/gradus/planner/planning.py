@@ -99,8 +99,7 @@ def planned(
     if limits.given:
         question.check_can_be_kept(limits)
     if not question.searchable:
-        choice = default_plan(recipe, site, ranks)
-        only = Planned([replace(choice, prediction=question.predictor.prediction(choice.plan))])
+        only = Planned([question.plain(ranks)])
         return question.kept(limits, only, most) if limits.given else only
     if limits.given:
         if ranks is None and "mesh" not in recipe.plan.fixed:
@@ -172,8 +171,13 @@ class Question:
         return known and self.recipe.model.use != OWN
 
     def space(self, ranks: int) -> Space:
-        profile = self.predictor.trace()
-        return space_of(self.recipe, self.cluster, ranks, profile, takes_narrow=self.predictor.takes_narrow)
+        return _space(self.recipe, self.cluster, ranks, self.predictor)
+
+    def plain(self, ranks: int | None) -> Choice:
+        """The plain default, if the model takes it."""
+        choice = default_plan(self.recipe, self.cluster, ranks)
+        self.predictor.check_weights(choice.plan)
+        return replace(choice, prediction=self.predictor.prediction(choice.plan))
 
     def answer(self, asked: int | None, most: int) -> Planned:
         """The best plans for so many ranks; for None, for as many as can share the batch."""
@@ -185,8 +189,7 @@ class Question:
         if asked is None and ranks < room and found.considered and not found.ranked:
             ranks, found = room, self.found(room, most)  # too many to share the batch, but they can share the model
         if not found.considered:
-            choice = default_plan(self.recipe, self.cluster, ranks)  # which mostly says what is wrong
-            return Planned([replace(choice, prediction=self.predictor.prediction(choice.plan))])
+            return Planned([self.plain(ranks)])  # which mostly says what is wrong
         space = self.space(ranks)
         if not found.ranked:
             raise nothing_fits(space, found, self.predictor, self.asked_anew)
@@ -238,8 +241,7 @@ class Question:
         nodes = max(self.cluster.nodes, -(-ranks // per_node))
         cluster = self.cluster.model_copy(update={"nodes": nodes})
         predictor = Predictor(recipe, cluster)
-        profile = predictor.trace()
-        return space_of(recipe, cluster, ranks, profile, takes_narrow=predictor.takes_narrow), predictor
+        return _space(recipe, cluster, ranks, predictor), predictor
 
     # --- how many
 
@@ -296,6 +298,18 @@ class Question:
         plans = settled([outcome.plan for outcome in self.found(ranks).ranked], self.space(ranks), self.predictor)
         budgets = [budget for plan, _ in plans if (budget := self.predictor.prediction(plan).budget) is not None]
         return min(budgets, key=time_of, default=None)
+
+
+def _space(recipe: Recipe, cluster: Cluster, ranks: int, predictor: Predictor) -> Space:
+    profile = predictor.trace()  # which finds out the rest
+    return space_of(
+        recipe,
+        cluster,
+        ranks,
+        profile,
+        takes_narrow=predictor.takes_narrow,
+        narrow_failure=predictor.narrow_failure,
+    )
 
 
 def _with_a_way_to_start(problem: NoPlanFits) -> NoPlanFits:

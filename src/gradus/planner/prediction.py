@@ -74,6 +74,7 @@ def predict(recipe: Recipe | str | Path, cluster: Cluster | str | Path, plan: Pl
         check_supported(case_of(recipe, site, plan))
     predictor = Predictor(recipe, site)
     predictor.check_recomputed_blocks(plan)
+    predictor.check_weights(plan)
     return predictor.prediction(plan)
 
 
@@ -103,7 +104,9 @@ class Predictor:
         self._facts: dict[tuple[int, bool, bool], MemoryFacts] = {}
         self._memories: dict[str, RankMemory] = {}
         self._seconds: dict[str, StepPrediction | None] = {}
-        self.takes_narrow = False  # the model was traced with weights in 16 bits; `trace` finds out
+        # Whether the model was traced with weights in 16 bits, and how it failed with them, and only with them; `trace`
+        # finds out.
+        self.takes_narrow, self.narrow_failure = False, ""
 
     @functools.cached_property
     def limit_bytes(self) -> int | None:
@@ -120,10 +123,12 @@ class Predictor:
         alone = self._request(Plan())
         if self.cluster.nodes * self.cluster.gpus_per_node * self.recipe.plan.ranks_per_gpu > 1:
             sharded = replace(whole, narrow_parameters=True, channels_last=self.recipe.plan.channels_last)
-            profile, _, narrow = profiles_for(self.recipe, [whole, sharded, alone])
+            profile, of_shards, narrow = profiles_for(self.recipe, [whole, sharded, alone])
+            self.narrow_failure = of_shards.narrow_failure
         else:
             profile = narrow = profiles_for(self.recipe, [alone, *self._chunked(alone)])[0]
-        self.takes_narrow = alone.narrow_parameters and narrow.traced
+        self.narrow_failure = narrow.narrow_failure or self.narrow_failure
+        self.takes_narrow = alone.narrow_parameters and narrow.traced and not self.narrow_failure
         return profile if profile.traced else profiles_for(self.recipe, [whole])[0]
 
     def _chunked(self, alone: ProfileRequest) -> list[ProfileRequest]:
@@ -145,6 +150,13 @@ class Predictor:
         if refusal is not None:
             with self.recipe.blamed():
                 raise refusal
+
+    def check_weights(self, plan: Plan) -> None:
+        """Refuse a plan that gives the model weights in 16 bits, if it was traced with such and failed."""
+        case = case_of(self.recipe, self.cluster, plan)
+        failure = self.profile(plan).narrow_failure
+        with self.recipe.blamed():
+            check_supported(replace(case, model=replace(case.model, narrow_failure=failure)))
 
     def prepare(self, plans: Iterable[Plan]) -> None:
         """Trace what these plans are predicted from, all in one go."""

@@ -482,7 +482,7 @@ def test_a_model_that_cannot_compute_in_16_bits_keeps_its_weights(tmp_path):
     own = {"model": {"use": f"{tmp_path}/wide.py:Wide"}, "data": {"use": f"{tmp_path}/wide.py:Data"}}
     best = planned(recipe(**own, loss="cross-entropy"), H200, 1).choices[0]
     assert not best.plan.narrow_weights
-    assert "not traced with them" in best.reasons["narrow_weights"]
+    assert best.reasons["narrow_weights"] == "with weights in 16 bits the model failed: RuntimeError: only float32"
     assert best.prediction is not None
     assert best.prediction.verdict == "fits", "traced as it is"
 

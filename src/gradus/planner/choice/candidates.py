@@ -15,7 +15,7 @@ from typing import Any
 from gradus.parallel.case import Case
 from gradus.parallel.split_rules import micro_batches_fit
 from gradus.parallel.support import RULES
-from gradus.planner.defaults import case_of, ranks_on_a_node, surroundings
+from gradus.planner.defaults import Chosen, case_of, ranks_on_a_node, surroundings
 from gradus.planner.profile.program import ModelProfile
 from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
@@ -69,9 +69,16 @@ PLAIN = Extras()
 
 
 def space_of(
-    recipe: Recipe, cluster: Cluster, ranks: int, profile: ModelProfile | None, *, takes_narrow: bool = False
+    recipe: Recipe,
+    cluster: Cluster,
+    ranks: int,
+    profile: ModelProfile | None,
+    *,
+    takes_narrow: bool = False,
+    narrow_failure: str = "",
 ) -> Space:
     case = case_of(recipe, cluster, Plan())
+    case = replace(case, model=replace(case.model, narrow_failure=narrow_failure))
     if profile is not None and profile.class_name and case.model.kind == "user":
         case = replace(case, model=replace(case.model, name=profile.class_name))  # not of a function that builds it
     if profile is None or not profile.traced:
@@ -128,8 +135,15 @@ def candidates(space: Space, extras: Extras = PLAIN, splits: Collection[Split] |
 
 def completed(space: Space, split: Plan) -> dict[str, Any]:
     """What the rest of a plan is to be that cuts the work up in this way."""
-    chosen = surroundings(space.recipe, space.cluster, split, takes_narrow=space.takes_narrow)
+    chosen = surroundings_of(space, split)
     return {name: value for name, (value, _) in chosen.items()} | space.fixed
+
+
+def surroundings_of(space: Space, split: Plan) -> dict[str, Chosen]:
+    model = space.case.model
+    return surroundings(
+        space.recipe, space.cluster, split, takes_narrow=space.takes_narrow, narrow_failure=model.narrow_failure
+    )
 
 
 def meshes(space: Space, extras: Extras = PLAIN) -> list[Mesh]:

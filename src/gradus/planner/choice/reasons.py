@@ -10,9 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from gradus.parallel.case import reason_of
-from gradus.planner.choice.candidates import RECOMPUTE, Space, complexity, micro_batches, refusal, with_micro_batch
+from gradus.planner.choice.candidates import (
+    RECOMPUTE,
+    Space,
+    complexity,
+    micro_batches,
+    refusal,
+    surroundings_of,
+    with_micro_batch,
+)
 from gradus.planner.choice.search import GAIN_WORTH_IT, Foresight, Found, Outcome, gain_worth_it
-from gradus.planner.defaults import reasons_of, surroundings
+from gradus.planner.defaults import reasons_of
 from gradus.record.format import count_text
 from gradus.schema.plan import Mesh, Plan
 
@@ -41,7 +49,7 @@ def reasons(
     """For each field of the plan that was chosen, why; `settled` is the plan with its levers, whose memory is told."""
     plan, mesh = outcome.plan, outcome.plan.mesh
     told = replace(outcome, plan=settled or plan)
-    around = surroundings(space.recipe, space.cluster, plan, takes_narrow=space.takes_narrow)
+    around = surroundings_of(space, plan)
     said: dict[str, str] = {name: why for name, (_, why) in around.items()}
     if around["narrow_weights"][0] and not plan.narrow_weights:
         narrow = plan.model_copy(update={"narrow_weights": True})
@@ -241,8 +249,14 @@ def _against_the_rules(space: Space) -> list[dict[str, str]]:
     if "mesh" in space.fixed or space.ranks == 1:
         return []
     said = []
-    for mesh in (Mesh(tensor=2), Mesh(pipeline=2)):
-        plan = Plan(mesh=mesh, accumulate=2 if mesh.pipeline > 1 else 1, precision="bf16", sequence_parallel=False)
+    for mesh in (Mesh(shard=2), Mesh(tensor=2), Mesh(pipeline=2)):
+        plan = Plan(
+            mesh=mesh,
+            zero=3 if mesh.shard > 1 else 0,
+            accumulate=2 if mesh.pipeline > 1 else 1,
+            precision="bf16",
+            sequence_parallel=False,
+        )
         found = refusal(space, plan, without=("precision, device", "pipeline, micro-batches"))
         if found is not None:
             said.append({"plan": str(mesh), "reason": reason_of(found)})

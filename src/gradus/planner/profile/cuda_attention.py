@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gradus.models import layers
 from gradus.models.documents import flex_can
 from gradus.planner.profile.cuda_kernels import ops
+from gradus.planner.profile.mixed_formats import check_attention
 
 aten = torch.ops.aten
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
@@ -176,6 +177,7 @@ def _efficient_can(a: Attention, capability: tuple[int, int]) -> bool:
 
 def attend(a: Attention, capability: tuple[int, int], fused: bool) -> Tensor:
     """Runs the operators that CUDA would."""
+    check_attention(a.q, a.k, a.v, a.mask)
     if not fused and a.q.ndim == 4:
         return _as_in_2021(a)
     kernel = chosen_kernel(a, capability) if fused else "math"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +55,8 @@ def profile_of(
 ) -> ModelProfile:
     """What the recipe's model does in a step, forward and backward, as CUDA would run it.
 
-    A resolved recipe. `fused_attention` False is the software of 2021: attention as separate products and a softmax.
+    A resolved recipe. `fused_attention` False is the software of 2021: attention as separate products and a softmax. A
+    model that fails with narrow parameters, and not without, is traced without, and its profile says how it failed.
     """
     numbers = Numbers(
         autocast=_AUTOCAST.get(precision),
@@ -64,10 +66,31 @@ def profile_of(
         fused_attention=fused_attention,
     )
     dtype = torch.float64 if precision == "fp64" else torch.float32
+    scaling = fp8_scaling if precision == "fp8" else None
+
+    def traced(numbers: Numbers) -> ModelProfile:
+        return _traced(recipe, numbers, dtype, micro_batches, channels_last, scaling, loss_chunks, capability)
+
     with torch.random.fork_rng(devices=[]):  # whoever plans and then trains here draws what they would have drawn
-        scaling = fp8_scaling if precision == "fp8" else None
-        traced = _traced(recipe, numbers, dtype, micro_batches, channels_last, scaling, loss_chunks, capability)
-    return replace(traced, precision=precision, narrow_parameters=narrow_parameters)
+        try:
+            found = traced(numbers)
+        except _TraceFailed as failed:
+            found = failed.estimate
+            if narrow_parameters:
+                with suppress(_TraceFailed):  # whatever the parameters are in
+                    wide = traced(replace(numbers, narrow_parameters=False))
+                    return replace(wide, precision=precision, narrow_failure=failed.said)
+            if isinstance(failed.error, GradusError):  # which a run would meet as well
+                raise failed.error from failed.error.__cause__
+    return replace(found, precision=precision, narrow_parameters=narrow_parameters)
+
+
+class _TraceFailed(Exception):
+    """Fake tensors have no values, and a model may look at them in any way; or it would fail in a run, too."""
+
+    def __init__(self, error: Exception, said: str, estimate: ModelProfile) -> None:
+        super().__init__(said)
+        self.error, self.said, self.estimate = error, said, estimate
 
 
 def _traced(
@@ -122,12 +145,13 @@ def _traced(
             module.register_forward_pre_hook(lambda _, given: loss_tokens.append(given[2].numel()))
     try:
         few, more = (fake.trace(examples.batch(samples), samples, loss_of) for samples in micro_batches)
-    except GradusError:  # which a run would meet as well
-        raise
-    except Exception as error:  # fake tensors have no values, and a model may look at them in any way
-        first = first_line(error)
-        reason = f"the model could not be traced ({type(error).__name__}: {first})"
-        return estimated(bare, model, reason, narrow=numbers.autocast is not None)
+    except Exception as error:
+        first, kind = first_line(error), type(error).__name__
+        reason = f"the model could not be traced ({kind}: {first})"
+        estimate = estimated(bare, model, reason, narrow=numbers.autocast is not None)
+        explained = isinstance(error, GradusError)
+        said = first.removeprefix("model: ") if explained else f"the model failed: {kind}: {first}"
+        raise _TraceFailed(error, said, estimate) from error
     facts = _facts(model, styles, experts)
     try:
         parts, calls, modules = assembled(few, more, micro_batches, facts)

@@ -170,6 +170,8 @@ class ModelProfile:
     block_order: tuple[int, ...] = ()
     loss_tokens: float = 0.0  # of a sample, whose loss is computed in parts; 0: it is not
     class_name: str = ""  # of the model, which a function of another name may have built
+    # How it failed with parameters in 16 bit, which were asked for: this is the trace of those that it has.
+    narrow_failure: str = ""
 
     def called(self) -> Iterator[Part]:
         """The parts in the order of forward, each as often as it is called."""

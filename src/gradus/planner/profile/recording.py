@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradus.planner.profile.mixed_formats import check_formats
 from gradus.planner.profile.operators import Work, name_of, work_of
 from gradus.planner.profile.program import Role
 
@@ -231,6 +232,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        check_formats(func, name_of(func), args)
         out = self._expected(func, args, kwargs)
         if out is NotImplemented:
             out = func(*args, **kwargs)
