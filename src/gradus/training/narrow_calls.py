@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradus.record.format import first_line
+from gradus.record.format import error_text
 from gradus.training.out_of_memory import is_out_of_memory
 from gradus.training.step import TrainingStep
 
@@ -96,7 +96,7 @@ class _Attempts:
         _leave_autocasts(self._autocasts)
         if not isinstance(error, REFUSALS) or is_out_of_memory(error) or self._step.is_recording:
             return False
-        self._refusal = f"{type(error).__name__}: {first_line(error)}"  # not itself: it holds the activations
+        self._refusal = error_text(error)  # not itself: it holds the activations
         if self._before is not None:
             self._before.put_back()
         return True
