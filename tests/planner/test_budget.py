@@ -161,6 +161,8 @@ def test_the_whole_run_by_hand():
     assert best == pytest.approx(daly_interval(1.5, between)) == pytest.approx(1272, abs=1)
     assert found.goodput == pytest.approx(1 - 1.5 / best - best / 2 / between - 607.5 / between, abs=0.001)
     assert found.seconds_with_failures == pytest.approx(300_000 / found.goodput)
+    often = expected_goodput(best, 1.5, between, ASSUMED_RESTART_SECONDS, 7.5)
+    assert found.seconds_with_failures == pytest.approx(300_000 / often + 7.5, rel=1e-9), "the last one is waited for"
     assert found.gpu_hours == pytest.approx(128 * found.seconds_with_failures / 3600)
     assert found.cost == pytest.approx(10 * found.gpu_hours)
     assert found.energy_kwh == pytest.approx(0.4 * found.gpu_hours)  # 400 W
@@ -268,6 +270,16 @@ def test_a_machine_that_never_fails_loses_nothing_and_one_that_always_fails_ever
     always = budget(Length(0, 100), 1.0, 1e15, 1e4, Plan(), site(failures_per_node_day=1e6))
     assert always.goodput == 0.0
     assert always.seconds_with_failures == math.inf
+
+
+@pytest.mark.parametrize("every", ["auto", 1000])
+def test_a_run_shorter_than_the_writing_of_its_checkpoint_waits_for_that_alone(every):
+    """A minute of work and two of writing: no checkpoint before it is waited for, and the run ends when it is there."""
+    cluster = site(failures_per_node_day=0.01, storage=Storage(gb_per_second=1.0))
+    found = budget(Length(0, 60), 1.0, 120e9, 1.0, Plan(checkpoint_every=every), cluster)
+    assert found.checkpoint_seconds == 120
+    assert found.seconds_with_failures == pytest.approx(60 + 1 + 120, abs=0.1)
+    assert found.goodput == pytest.approx(60 / found.seconds_with_failures)
 
 
 def test_ranks_that_share_a_gpu_count_it_once():

@@ -310,6 +310,18 @@ def test_the_stated_error_of_a_step_follows_what_it_rests_on() -> None:
     assert foreseen(cluster=site().model_copy(update={"gpu": "Mystery 9000"})).step_error is None
 
 
+@pytest.mark.parametrize(("watts", "more"), [(700.0, 0.0), (1000.0, 0.0), (350.0, 0.5), (None, 0.0)])
+def test_a_power_limit_below_what_the_gpu_is_rated_for_is_told_and_makes_the_time_less_sure(watts, more) -> None:
+    gpu = GpuNumbers(name="H200", memory_gib=141, power_watts=watts)
+    eager = PLAN.model_copy(update={"compile": False})
+    found = foreseen(eager, site().model_copy(update={"gpu": gpu}))
+    assert found.step_error == pytest.approx(MEASURED + more)
+    said = [line for line in found.basis if "W that it is rated for" in line]
+    assert [line.split(":")[0] for line in said] == (
+        ["H200 may take 350 of the 700 W that it is rated for"] if more else []
+    )
+
+
 def test_ranks_on_a_cpu_share_its_rate_and_have_no_buffers_of_nccl() -> None:
     rate = Calibration(device="A CPU", software="torch", date="2026-11-15", flops_per_second=1e11)
     laptop = Cluster(name="laptop", cpu_cores=8, memory_gib=64, calibration=rate)

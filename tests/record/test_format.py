@@ -1,6 +1,6 @@
 import pytest
 
-from gradus.record.format import bytes_text, count_text, duration_text, number_text, rate_text
+from gradus.record.format import bytes_text, count_text, duration_text, error_text, number_text, rate_text
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,11 @@ from gradus.record.format import bytes_text, count_text, duration_text, number_t
 )
 def test_numbers_read_well(text, expected):
     assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(ValueError("too long\nby far"), "ValueError: too long"), (AssertionError(), "AssertionError")],
+)
+def test_an_error_is_told_in_a_line(error, text):
+    assert error_text(error) == text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +17,23 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gradus.models import catalogue
 from gradus.models.output import IGNORED
+from gradus.parallel.world import alone
+from gradus.planner.defaults import default_plan
 from gradus.planner.profile.of_recipe import profile_of
 from gradus.planner.resolve import resolved
+from gradus.record.directory import RunDirectory
+from gradus.record.events import read_events
+from gradus.schema.cluster import Cluster
 from gradus.schema.errors import InputError
 from gradus.schema.recipe import Recipe
+from gradus.training.chunked_loss import OutputLayer
 from gradus.training.compilation import compile_model
+from gradus.training.live_run import LiveRun
+from gradus.training.loop import train
 from gradus.training.loss_placement import chunk_loss
 from gradus.training.objective import Objective
 
+HERE_TOO = __file__
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 12, "vocabulary": 101}
 
 
@@ -42,6 +53,67 @@ class Classifier(nn.Module):
         if self.looks:
             self.largest = logits.detach().abs().max()
         return logits if self.scale is None else logits * self.scale
+
+
+class Kept(Classifier):
+    """What its first forward makes is there for all others, as tables of positions and masks are."""
+
+    table: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls_so_far: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.ones(8, device=x.device)
+        self.calls_so_far.append(len(x))
+        return super().forward(x * self.table)
+
+
+class Strict(Classifier):
+    """It knows how many classes there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        assert logits.shape[-1] == 301, f"bad shape {tuple(logits.shape)}"
+        return logits
+
+
+class WideHead(Classifier):
+    """Logits in 32 bits, whatever the rest is computed in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.body(x).relu()
+        with torch.autocast("cpu", enabled=False):
+            y: Tensor = self.last(inner.float())
+        return y
+
+
+class Widened(Classifier):
+    """Asks its logits for nothing but their device and another format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits.to(logits.device).to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class ClassesSecond(nn.Module):
+    """As torch has it for sequences: (samples, classes, positions); a layer over the positions comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(x[:, None].expand(-1, 301, -1))
+        return y
+
+
+def capped() -> Classifier:
+    model = Classifier()
+    model.last.register_forward_hook(lambda _, __, logits: 5 * torch.tanh(logits / 5))
+    return model
 
 
 class Signals(Dataset[tuple[Tensor, int]]):
@@ -220,9 +292,10 @@ def test_logits_that_are_changed_on_the_way_to_the_loss_are_seen() -> None:
     assert model.loss_function.__name__ == "ForCausalLMLoss"
 
 
-def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe() -> None:
+@pytest.mark.parametrize("kind", [Classifier, Kept, Widened])
+def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe(kind: type[Classifier]) -> None:
     torch.manual_seed(0)
-    whole = Classifier().double()
+    whole = kind().double()
     chunked = copy.deepcopy(whole)
     x, y = torch.randn(10, 8, dtype=torch.float64), torch.arange(10) * 7
     expected, found = (objective_of(model, "cross-entropy") for model in (whole, chunked))
@@ -241,13 +314,57 @@ def test_a_model_of_the_users_with_a_cross_entropy_of_the_recipe() -> None:
         (Classifier(2.0), "cross-entropy", "Classifier computes its loss of is not what a Linear layer of it returned"),
         (Classifier(looks=True), "cross-entropy", "Classifier uses its logits for something else than the loss"),
         (Classifier(calls=2), "cross-entropy", "Classifier calls its output layer more than once"),
+        (capped(), "cross-entropy", "Classifier computes its loss of is not what a Linear layer of it returned"),
+        (Strict(), "cross-entropy", r"cannot be seen without data: AssertionError: bad shape \(4, 16\)"),
+        (WideHead(), "cross-entropy", "WideHead computes its logits in a precision of its own"),
         (Classifier(), "mse", "the recipe's loss is mse, and only cross-entropy"),
         (Classifier(), None, "Classifier computes its loss itself"),
     ],
 )
 def test_where_it_cannot_be_it_is_refused(model: nn.Module, loss: str | None, message: str) -> None:
+    objective, batch = objective_of(model, loss), (torch.randn(4, 8), torch.arange(4))
+    before = [dict(vars(module)) for module in model.modules()]
     with pytest.raises(InputError, match=message):
-        chunk_loss(model, 3, objective_of(model, loss), (torch.randn(4, 8), torch.arange(4)))
+        chunk_loss(model, 3, objective, batch)
+    assert all(type(module) is not OutputLayer for module in model.modules())
+    assert [vars(module) for module in model.modules()] == before
+    if loss == "cross-entropy":  # goes on as if nothing had been tried
+        found = objective(model, batch, 4).loss_sum
+        assert found.item() == pytest.approx(objective_of(model, loss)(model, batch, 4).loss_sum.item())
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_run_goes_on_without_parts_that_only_its_planner_wanted(tmp_path: Path, said: bool) -> None:
+    """The planner looks at a model on another machine, where it may take another way."""
+    changes: dict[str, Any] = {"model": {"use": f"{HERE_TOO}:Strict"}, "data": {"use": f"{HERE_TOO}:Signals"}}
+    of_run = recipe(**changes, loss="cross-entropy", plan={"precision": "fp32", **({"loss_chunks": 2} if said else {})})
+    plan = default_plan(of_run, Cluster(name="here", cpu_cores=1, memory_gib=4), 1).plan
+    plan, run = plan.model_copy(update={"loss_chunks": 2}), RunDirectory.create(tmp_path, "small")
+    with pytest.raises(InputError, match="bad shape") if said else nullcontext():
+        live = LiveRun.from_recipe(of_run, plan, run, 1, alone(torch.device("cpu")))
+        assert live.plan.loss_chunks == 1
+        assert train(live).state == "finished"
+    warned = [event["message"] for event in read_events(run) if event["event"] == "warning"]
+    assert ["all logits are computed at once" in message for message in warned] == ([] if said else [True])
+
+
+def test_classes_in_the_second_place_are_refused() -> None:
+    model = ClassesSecond()
+    with pytest.raises(InputError, match="with the classes last"):
+        chunk_loss(
+            model, 3, objective_of(model, "cross-entropy"), (torch.randn(4, 8), torch.zeros(4, 5, dtype=torch.long))
+        )
+
+
+def test_a_look_at_a_model_leaves_nothing_on_it() -> None:
+    """What a forward keeps would have no values."""
+    model = Kept().eval()
+    model.body.train()
+    chunk_loss(model, 3, objective_of(model, "cross-entropy"), (torch.randn(4, 8), torch.arange(4)))
+    assert model.table is None
+    assert model.calls_so_far == []
+    assert (model.training, model.body.training, model.last.training) == (False, True, False)
+    assert not model.last._forward_hooks
 
 
 def test_an_own_loop_with_a_model_of_the_users_is_refused() -> None:

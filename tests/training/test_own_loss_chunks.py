@@ -113,6 +113,7 @@ def test_a_loop_that_says_nothing_trains_in_parts_and_its_record_says_why(tmp_pa
     monkeypatch.setattr(own_loop, "compute_capability", lambda device: H200)
     monkeypatch.setattr(levers, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(levers, "LEAST_CHUNK_TOKENS", 2)
+    monkeypatch.setattr(levers, "LEAST_COLUMNS", 32)
     run, losses = looped(tmp_path / "chosen", precision="bf16")
     [loss] = [module for module in run._live.model.modules() if isinstance(module, ChunkedLoss)]
     assert loss.chunks == run._live.plan.loss_chunks == 4

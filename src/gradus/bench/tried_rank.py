@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from gradus.faults.parent import end_with_parent
 from gradus.parallel.world import World, connected, store_from_environment
 from gradus.record.directory import RunDirectory
-from gradus.record.format import first_line
+from gradus.record.format import error_text, first_line
 from gradus.schema.errors import InputError
 from gradus.schema.loading import validated
 from gradus.schema.plan import Plan
@@ -172,7 +172,7 @@ def _failure(error: Exception) -> dict[str, Any]:
         cause = cause.__cause__
     if isinstance(error, InputError):
         return {"state": "refused", "why": first_line(error)}
-    return {"state": "failed", "why": f"{type(error).__name__}: {first_line(error)}"}
+    return {"state": "failed", "why": error_text(error)}
 
 
 def _limit(device: torch.device, plan: Plan) -> None:

@@ -19,7 +19,8 @@ class Link:
     """One kind of link, in one direction: of a GPU inside a node, of a port between nodes.
 
     `latency_us` is what a hop adds to a message, or None where nobody is known to quote it. `sources` says for both
-    where they come from.
+    where they come from. GPUs of a node with fewer than `meshed_below` have no switch: each pair of them has its own
+    part of their links.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Link:
     latency_us: float | None
     sources: Mapping[str, str]
     also_called: tuple[str, ...] = ()
+    meshed_below: int = 0
 
 
 @functools.cache
@@ -68,4 +70,5 @@ def _link(entry: Mapping[str, Any]) -> Link:
         latency_us=None if latency is None else float(latency["us"]),
         sources=sources,
         also_called=tuple(entry.get("also_called", ())),
+        meshed_below=entry.get("meshed_below", 0),
     )

@@ -13,7 +13,8 @@ random (Poisson):
     goodput          G = τ / (M · e^(R'/M) · (e^((τ+δ)/M) − 1))     the share of time in steps that count
 
 A failure loses the work since the newest checkpoint that was written by then, so W comes on top of Daly's loss:
-R' = R + W. One save is under way at a time: with τ < W, training waits for the rest, and δ grows by W − τ.
+R' = R + W. One save is under way at a time: with τ < W, training waits for the rest, and δ grows by W − τ. A run ends
+when its last checkpoint is written, W after its last step.
 """
 
 from __future__ import annotations
@@ -173,10 +174,9 @@ def budget(
         with_failures, goodput = seconds, 1.0
     elif cluster.failures_per_node_day is not None:
         assert best is not None
-        every = min(planned_interval(plan, step_seconds, best) or best, seconds)
-        goodput = expected_goodput(every, stall, between, ASSUMED_RESTART_SECONDS, writing)
-        with_failures = seconds / goodput if goodput > 0 else math.inf
-        goodput = goodput if math.isfinite(with_failures) else 0.0
+        every = planned_interval(plan, step_seconds, best) or best
+        with_failures = _seconds_with_failures(seconds, every, stall, between, writing)
+        goodput = seconds / with_failures
     gpus = gpus_of(plan, cluster)
     gpu_hours = gpus * (with_failures if with_failures is not None else seconds) / HOUR if gpus else 0.0
     ends = math.isfinite(gpu_hours)
@@ -194,6 +194,18 @@ def budget(
         checkpoint_every_seconds=best,
         goodput=goodput,
     )
+
+
+def _seconds_with_failures(
+    seconds: float, interval: float, stall: float, between_failures: float, writing: float
+) -> float:
+    """A whole run, until its last checkpoint is written. Infinite if failures leave it no time to come on."""
+    restart = ASSUMED_RESTART_SECONDS
+    if interval < seconds:
+        goodput = expected_goodput(interval, stall, between_failures, restart, writing)
+    else:  # one checkpoint, at the end: there is none before it that it waits for
+        goodput = expected_goodput(seconds, stall, between_failures, restart)
+    return seconds / goodput + writing if goodput > 0 else math.inf
 
 
 def budget_basis(cluster: Cluster, plan: Plan, copying: HostCopy) -> list[str]:

@@ -24,6 +24,12 @@ def first_line(text: object) -> str:
     return str(text).strip().partition("\n")[0].rstrip()
 
 
+def error_text(error: BaseException) -> str:
+    """`ValueError: too long`, in one line; an assertion often says nothing but what it is."""
+    said = first_line(error)
+    return f"{type(error).__name__}{f': {said}' if said else ''}"
+
+
 def rate_text(per_second: float, unit: str) -> str:
     """`41.2 k tok/s`."""
     for prefix in ("", "k ", "M "):

@@ -26,6 +26,7 @@ from gradus.parallel.support import LOSS_KERNEL_CAPABILITY
 from gradus.schema.errors import InputError
 from gradus.training.device import compute_capability, has_triton
 
+FIELD = "plan.loss_chunks"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of logits; fp64 keeps its digits
 # Rows of the output matrix, in 16 bits: of an odd number of columns, the rows of logits begin anywhere, and then
 # neither products nor the kernel can read 16 bytes at once. This many is a line of the cache.
@@ -62,7 +63,26 @@ class OutputLayer(nn.Linear):
     """A model's last layer, which in training leaves its work to the loss and hands on what it is given."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.training else super().forward(x)
+        if not self.training:
+            return super().forward(x)
+        handed_on: Tensor = _HandedOn.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return handed_on
+
+
+class _HandedOn(torch.autograd.Function):
+    """As it was given, in a graph in which the layer's weights are found.
+
+    Who looks for them there, as DDP does for parameters that a step leaves out, would take them for unused: the loss
+    that uses them comes after all of the model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
 
 
 class PartOfLoss(nn.Module):
@@ -94,6 +114,14 @@ class ChunkedLoss(nn.Module):
 
     def forward(self, layer: nn.Linear, x: Tensor, targets: Tensor) -> LossOutput:
         """As `classification_loss` does in training, of `x` (..., width) and `targets` (...)."""
+        if x.shape[:-1].numel() != targets.numel():
+            raise InputError(
+                f"{FIELD}: an output layer that is given {tuple(x.shape)} makes no logits for targets of the shape "
+                f"{tuple(targets.shape)} with the classes last",
+                hint=f"use {FIELD}=1",
+                field=FIELD,
+                allowed=1,
+            )
         if torch.is_grad_enabled():
             loss_sum = _LossSum.apply(x, layer.weight, layer.bias, targets, self)  # type: ignore[no-untyped-call]
         else:
@@ -223,9 +251,9 @@ class _LossSum(torch.autograd.Function):
         """Once, or again: what was saved stays as it is."""
         if torch.is_grad_enabled():  # with create_graph: what was saved has no history, and they would be wrong
             raise InputError(
-                "plan.loss_chunks: a loss in parts has no gradients of gradients (create_graph=True)",
-                hint="use plan.loss_chunks=1",
-                field="plan.loss_chunks",
+                f"{FIELD}: a loss in parts has no gradients of gradients (create_graph=True)",
+                hint=f"use {FIELD}=1",
+                field=FIELD,
                 allowed=1,
             )
         saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)

@@ -1,38 +1,31 @@
 """Loss placement: finds a model's output layer and its loss, so that the loss can apply the layer to a few tokens at a
 time.
 
-A model may do anything between the two: cap logits, scale them, use them twice. So it is run once on tensors without
+A model may do anything between the two: cap logits, scale them, use them twice. So it is rehearsed on tensors without
 values, and only where the loss is given the very tensor that a layer returned, and nothing else is, does the loss take
-over that layer's work. Reference models offer it by themselves.
+over that layer's work; which is rehearsed as well. Reference models offer it by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # private, but models ask for it where they branch on values
-from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from gradus.data.transfer import mapped
 from gradus.models.output import LossOutput, classification_loss, layer_and_loss
 from gradus.planner.choice.levers import chosen_chunks
 from gradus.planner.defaults import Choice
-from gradus.record.format import first_line
+from gradus.record.format import error_text
 from gradus.schema.errors import InputError
 from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Recipe
-from gradus.training.chunked_loss import ChunkedLoss, OutputLayer
+from gradus.training.chunked_loss import FIELD, ChunkedLoss, OutputLayer
 from gradus.training.objective import Batch, Objective
+from gradus.training.rehearsal import Autocast, UsesOf, autocast_now, rehearsed
 from gradus.training.valid_labels import shifted
-
-FIELD = "plan.loss_chunks"
 
 
 def chunk_loss(
@@ -46,26 +39,37 @@ def chunk_loss(
     name, head, loss = type(model).__name__, _head_of(model), ChunkedLoss(chunks, kernel)
     if head is not None:
         if type(_output_of(head)) is not nn.Linear:
-            raise _refused(
+            raise cannot_chunk(
                 f"the output layer of {name} has an adapter beside it, which a loss in parts would leave out"
             )
         head.loss = _OfHead(loss)  # type: ignore[assignment]
     elif objective is None or example is None:
-        raise _refused(f"in an own loop, the loss of {name} is computed where gradus does not see it")
-    elif objective.cross_entropy:
-        layer = _layer_before(model, objective, example, objective.logits_of, _UsesOf())
-        objective.use_chunks(layer, loss)
-        layer.__class__ = OutputLayer
-    elif is_pretrained_model(type(model)):
-        _chunk_huggingface(model, loss, objective, example)
-    elif objective.loss is not None:
-        raise _refused(
+        raise cannot_chunk(f"in an own loop, the loss of {name} is computed where gradus does not see it")
+    else:
+        with ExitStack() as undo:
+            layer = _placed(model, loss, objective, example, undo)
+            layer.__class__ = OutputLayer
+            undo.callback(setattr, layer, "__class__", nn.Linear)
+            _check_the_loss_gets_all(model, objective, example, layer, loss)
+            undo.pop_all()
+    (model if head is None else head).add_module("chunked_loss", loss)  # where compilers and planners find it
+
+
+def _placed(model: nn.Module, loss: ChunkedLoss, objective: Objective, example: Batch, undo: ExitStack) -> nn.Linear:
+    """Put the loss where the model's is, and return the layer whose work it takes over."""
+    if objective.cross_entropy:
+        layer = _layer_before(model, objective, example, objective.logits_of, UsesOf())
+        undo.callback(objective.use_chunks(layer, loss))
+        return layer
+    if is_pretrained_model(type(model)):
+        return _placed_in_huggingface(model, loss, objective, example, undo)
+    name = type(model).__name__
+    if objective.loss is not None:
+        raise cannot_chunk(
             f"the recipe's loss is {objective.loss}, and only cross-entropy is known to be the same in parts",
             hint=f"use {FIELD}=1, or `loss: cross-entropy`, if that is what {name} is trained with",
         )
-    else:
-        raise _refused(f"{name} computes its loss itself", hint="let it return logits, and use `loss: cross-entropy`")
-    (model if head is None else head).add_module("chunked_loss", loss)  # where compilers and planners find it
+    raise cannot_chunk(f"{name} computes its loss itself", hint="let it return logits, and use `loss: cross-entropy`")
 
 
 def may_chunk(model: nn.Module, recipe: Recipe) -> bool:
@@ -153,10 +157,12 @@ class _OfLabels:
         return loss_sum / (count if divisor is None else divisor)
 
 
-def _chunk_huggingface(model: Any, loss: ChunkedLoss, objective: Objective, example: Batch) -> None:
+def _placed_in_huggingface(
+    model: Any, loss: ChunkedLoss, objective: Objective, example: Batch, undo: ExitStack
+) -> nn.Linear:
     whole = model.loss_function
     given: dict[str, Tensor] = {}
-    uses = _UsesOf()
+    uses = UsesOf()
 
     def own(logits: Tensor, targets: Tensor, training: bool) -> LossOutput:
         given["loss_of_logits"] = logits
@@ -175,46 +181,13 @@ def _chunk_huggingface(model: Any, loss: ChunkedLoss, objective: Objective, exam
         del model.loss_of_logits, model._loss_function
     if "loss_of_logits" in given:
         model.loss_of_logits = _OfLogits(layer, loss)
+        undo.callback(delattr, model, "loss_of_logits")
     elif getattr(whole, "__name__", "") == "ForCausalLMLoss":
         model.loss_function = _OfLabels(layer, loss, whole)
+        undo.callback(delattr, model, "_loss_function")
     else:
-        raise _refused(f"the loss of {type(model).__name__} is not that of a causal language model")
-    layer.__class__ = OutputLayer
-
-
-class _UsesOf(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices the operators that are given a tensor which a layer has returned."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.layers: list[tuple[Tensor, nn.Linear]] = []  # what was returned, and by which; so that ids stay their own
-        self._returned: set[int] = set()
-        self._used: set[int] = set()
-        self._looks = True
-
-    def returned(self, layer: nn.Linear, _: Any, y: Tensor) -> None:
-        """A hook for after the layer."""
-        self.layers.append((y, layer))
-        self._returned.add(id(y))
-
-    def of(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._used
-
-    @contextmanager
-    def are_not_meant(self) -> Iterator[None]:
-        """Inside is what uses it with good reason."""
-        before, self._looks = self._looks, False
-        try:
-            yield
-        finally:
-            self._looks = before
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._looks:
-            self._used |= self._returned & {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        return func(*args, **(kwargs or {}))
+        raise cannot_chunk(f"the loss of {type(model).__name__} is not that of a causal language model")
+    return layer
 
 
 def _layer_before(
@@ -222,48 +195,63 @@ def _layer_before(
     objective: Objective,
     example: Batch,
     logits_of: Callable[[Any], Any],
-    uses: _UsesOf,
+    uses: UsesOf,
 ) -> nn.Linear:
     """The Linear layer that returned the very logits of which the loss is computed, for nothing but the loss."""
-    hooks = [module.register_forward_hook(uses.returned) for module in model.modules() if type(module) is nn.Linear]
+    linear = [module for module in model.modules() if type(module) is nn.Linear]
+    hooks = [module.register_forward_hook(uses.returned, prepend=True) for module in linear]
+    outside: list[Autocast] = []
+
+    def ask(batch: Batch) -> Any:
+        outside.append(autocast_now())
+        return objective.answer(model, batch)
+
     try:
-        output = _run_without_values(model, objective, example, uses)
+        output = _rehearsed(model, ask, example, uses)
     finally:
         for hook in hooks:
             hook.remove()
     name, logits = type(model).__name__, logits_of(output)
-    found = [layer for y, layer in uses.layers if y is logits]
+    found = [number for number, (y, _) in enumerate(uses.layers) if y is logits]
     if not found:
-        raise _refused(f"what {name} computes its loss of is not what a Linear layer of it returned")
+        raise cannot_chunk(f"what {name} computes its loss of is not what a Linear layer of it returned")
     if uses.of(logits):
-        raise _refused(f"{name} uses its logits for something else than the loss")
-    if sum(layer is found[0] for _, layer in uses.layers) > 1:
-        raise _refused(f"{name} calls its output layer more than once")
-    return found[0]
+        raise cannot_chunk(f"{name} uses its logits for something else than the loss")
+    layer = uses.layers[found[0]][1]
+    if sum(other is layer for _, other in uses.layers) > 1:
+        raise cannot_chunk(f"{name} calls its output layer more than once")
+    if uses.autocasts[found[0]] != outside[0]:
+        raise cannot_chunk(f"{name} computes its logits in a precision of its own, by an autocast inside of it")
+    return layer
 
 
-def _run_without_values(model: nn.Module, objective: Objective, example: Batch, watch: TorchDispatchMode) -> Any:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(tensor: Tensor) -> Tensor:  # on one device, wherever it is: parts of a model may not be anywhere yet
-        return mode.from_tensor(tensor.to("meta"))
-
-    faked = {name: fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    batch = mapped(example, fake)
-
-    def called(*positional: Any, **named: Any) -> Any:
-        return functional_call(model, faked, positional, named)
-
+def _check_the_loss_gets_all(
+    model: nn.Module, objective: Objective, example: Batch, layer: nn.Linear, loss: ChunkedLoss
+) -> None:
+    """That the loss is given what the layer hands on, and nothing on the way minds that these are no logits."""
+    handed: list[Tensor] = []
+    given: list[Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda *call: handed.append(call[2]), prepend=True),
+        loss.register_forward_pre_hook(lambda _, arguments: given.append(arguments[1])),
+    ]
     try:
-        with mode, watch, torch.no_grad():
-            return objective.answer(called, batch)
+        _rehearsed(model, lambda batch: objective(model, batch, 1), example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not given or given[-1] is not handed[-1]:
+        raise cannot_chunk(f"{type(model).__name__} does something to its logits on the way to the loss")
+
+
+def _rehearsed(model: nn.Module, ask: Callable[[Batch], Any], example: Batch, uses: UsesOf | None = None) -> Any:
+    try:
+        return rehearsed(model, ask, example, uses)
     except Exception as error:
-        first = first_line(error)
-        raise _refused(
-            f"where {type(model).__name__} computes its loss cannot be seen without data: "
-            f"{type(error).__name__}: {first}"
+        raise cannot_chunk(
+            f"where {type(model).__name__} computes its loss cannot be seen without data: {error_text(error)}"
         ) from error
 
 
-def _refused(why: str, hint: str = "") -> InputError:
+def cannot_chunk(why: str, hint: str = "") -> InputError:
     return InputError(f"{FIELD}: {why}", hint=hint or f"use {FIELD}=1", field=FIELD, allowed=1)

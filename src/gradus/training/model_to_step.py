@@ -21,7 +21,10 @@ from gradus.parallel.support import accumulated_statistics
 from gradus.parallel.wiring import Wiring
 from gradus.parallel.world import alone
 from gradus.planner.one_pass import in_one_pass
+from gradus.schema.errors import InputError
+from gradus.schema.plan import Plan
 from gradus.training.accumulation import check_parameters_are_wide
+from gradus.training.chunked_loss import FIELD
 from gradus.training.described import Described
 from gradus.training.float8 import choose_layers
 from gradus.training.graphed_step import GraphedStep
@@ -88,7 +91,7 @@ def _split_and_filled(live: LiveRun, described: Described, model: nn.Module, *, 
     recipe, plan, world = live.recipe, live.plan, live.world
     may_pad = live.some_rank_may_pad()
     if plan.loss_chunks > 1:
-        chunk_loss(model, plan.loss_chunks, live.objective, _example(live) if live.objective is not None else None)
+        plan = live.plan = _with_loss_in_parts(live, model)
     # Of the whole model, and said when the run begins: a pipeline leaves this rank a part of it.
     live.recompute_note = recompute_note(model, plan)
     live.float8_layers = choose_layers(model, plan.fp8_scaling) if plan.precision == "fp8" else None
@@ -108,6 +111,19 @@ def _split_and_filled(live: LiveRun, described: Described, model: nn.Module, *, 
             fixed_buckets=fixed_buckets,
         )
     return wrapped
+
+
+def _with_loss_in_parts(live: LiveRun, model: nn.Module) -> Plan:
+    """The plan as it can be done: what the planner saw of the model need not be what it does on this machine."""
+    plan = live.plan
+    try:
+        chunk_loss(model, plan.loss_chunks, live.objective, _example(live) if live.objective is not None else None)
+    except InputError as problem:
+        if "loss_chunks" in live.recipe.plan.fixed or problem.details.get("field") != FIELD:
+            raise
+        live.warn(f"{problem.message}. Here all logits are computed at once, and take the memory that they take")
+        return plan.model_copy(update={"loss_chunks": 1})
+    return plan
 
 
 def _optimizer(

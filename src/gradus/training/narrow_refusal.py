@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from gradus.record.format import first_line
+from gradus.record.format import error_text
 from gradus.schema.errors import GradusError, InputError
 from gradus.training.out_of_memory import is_out_of_memory
 from gradus.training.step import TrainingStep
@@ -25,7 +25,7 @@ def refusal_in(error: BaseException) -> str | None:
         error = error.__cause__
     if not isinstance(error, REFUSALS) or is_out_of_memory(error):
         return None
-    return f"{type(error).__name__}: {first_line(error)}"
+    return error_text(error)
 
 
 def goes_on_without(refusal: str) -> str:

@@ -73,9 +73,13 @@ class Objective:
         """Of what the model returned, that which the loss is computed of."""
         return _logits(output)
 
-    def use_chunks(self, layer: nn.Linear, chunked: ChunkedLoss) -> None:
-        """Compute the built-in cross-entropy in chunks; in training, the layer hands on what it is given."""
-        self._loss = partial(_cross_entropy, layer=layer, chunked=chunked)
+    def use_chunks(self, layer: nn.Linear, chunked: ChunkedLoss) -> Callable[[], None]:
+        """Compute the built-in cross-entropy in chunks; in training, the layer hands on what it is given.
+
+        Returns what takes that back.
+        """
+        before, self._loss = self._loss, partial(_cross_entropy, layer=layer, chunked=chunked)
+        return partial(setattr, self, "_loss", before)
 
     def check_metric(self, name: str, reference_model: bool) -> None:
         """Refuse, before training, a metric that no evaluation will have. Reference models know their accuracy."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradus.record.format import first_line
+from gradus.record.format import error_text, first_line
 from gradus.schema.errors import GradusError, InputError
 from gradus.schema.user_code import users_line
 from gradus.training.out_of_memory import is_out_of_memory
@@ -140,7 +140,7 @@ def _message(
     where = f"{field}: {who} failed"
     if call is not None and call.module is not model:
         where += f" in {_name_of(call.module, model)}"
-    yield f"{where}: {type(error).__name__}: {first_line(error)}"
+    yield f"{where}: {error_text(error)}"
     if call is not None:
         yield from _call_in_words(call)
     if output is not None:

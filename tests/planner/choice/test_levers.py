@@ -12,7 +12,7 @@ from planner_cases import GIB, Formula, site
 
 import gradus
 from gradus.planner.choice.candidates import Space, space_of
-from gradus.planner.choice.levers import chunks_of, settled, with_cuda_graph
+from gradus.planner.choice.levers import chosen_chunks, chunks_of, settled, with_cuda_graph
 from gradus.planner.choice.reasons import gib
 from gradus.planner.planning import plan_to_train, planned
 from gradus.planner.profile.program import Amount, ModelProfile, Operator, Part
@@ -112,6 +112,23 @@ def test_the_loss_stays_whole_where_parts_need_more_memory():
     plan, reasons = chosen(asked=Wide())
     assert plan.loss_chunks == 1
     assert reasons["loss_chunks"] == "in parts it would take 16.2 GiB in place of 13.2 GiB"
+
+
+def test_why_a_model_refuses_is_told_without_what_everybody_knows():
+    class Refuses(Asked):
+        def prepare(self, plans: Iterable[Plan]) -> None:
+            raise InputError("recipe: plan.loss_chunks: it uses its logits", field="plan.loss_chunks")
+
+    plan, reasons = chosen(asked=Refuses())
+    assert plan.loss_chunks == 1
+    assert reasons["loss_chunks"] == "it uses its logits; else they would be computed in parts"
+
+
+def test_few_classes_of_many_rows_are_not_computed_in_parts():
+    """Of 8 million pixels, say: the kernel was made for rows of a vocabulary."""
+    assert chosen_chunks(PLAN, (9, 0), 4096, 2**20)[0] > 1
+    chunks, why = chosen_chunks(PLAN, (9, 0), 150, 2**23)
+    assert (chunks, why) == (1, "the kernel that makes it no slower is for 4,096 classes and more")
 
 
 @pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2}])

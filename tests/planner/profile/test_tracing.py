@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gradus.planner.profile.assembly import _Line
 from gradus.planner.profile.of_recipe import profile_of
 from gradus.planner.profile.program import ModelProfile, Part
 from gradus.planner.resolve import resolved
@@ -241,6 +242,19 @@ class Looping(nn.Module):
 
     def forward(self, x):
         return torch.stack([self.layer(sample.flatten()) for sample in x])
+
+
+class Remembering(nn.Module):
+    table = None
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(3 * 32 * 32, 8), nn.Linear(8, 10)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(3 * 32 * 32, device=x.device).float().cos()
+        return self.last(self.layer(x.flatten(1) * self.table))
 """
 
 
@@ -270,6 +284,20 @@ def test_a_model_that_runs_other_operators_for_other_batches_grows_in_proportion
     assert any("in proportion" in note for note in traced.notes)
     assert traced.flops(64) == pytest.approx(16 * traced.flops(4))
     assert traced.parameters == 3 * 32 * 32 * 10 + 10
+
+
+def test_what_a_first_forward_makes_and_keeps_does_not_make_others_unlike(users_models):
+    traced = profile({"use": "nets.py:Remembering"}, {"use": "synthetic-images"}, loss="cross-entropy")
+    assert not traced.notes
+    assert [traced.last_product(samples) for samples in (4, 64)] == [(4, 10), (64, 10)]
+
+
+def test_of_a_pass_alone_the_rows_of_a_product_grow_with_the_samples(users_models):
+    """Its columns do not: they would count as classes."""
+    line = _Line(0, 4, only_one=True)
+    linear, batched, weight = ((1, 12, 10, 3072), (4, 9, 16, 16), (1, 10, 3, 12))
+    at_64 = [[size.at(64) for size in line.shape(shape, shape)] for shape in (linear, batched, weight)]
+    assert at_64 == [[1, 192, 10, 3072], [64, 9, 16, 16], [1, 10, 3, 192]]
 
 
 def test_an_older_gpu_multiplies_experts_one_by_one():

@@ -123,8 +123,41 @@ def test_what_the_cluster_does_not_say_is_assumed_and_told():
     assert silent.intra_bytes_per_second < FABRIC.intra_bytes_per_second / 10
 
 
-@pytest.mark.parametrize(("gpus", "adds"), [(4, False), (8, True)])
-def test_only_a_switch_adds_up(gpus, adds):
-    links = Links(intra="NVLink 4", inter="InfiniBand NDR")
-    site = Cluster(name="n", gpus_per_node=gpus, gpu="H100-SXM", cpu_cores=8, memory_gib=64, links=links)
-    assert fabric_of(site).in_switch is adds
+def node(gpus: int, intra: str) -> Fabric:
+    links = Links(intra=intra, inter="InfiniBand NDR")
+    site = Cluster(name="n", nodes=2, gpus_per_node=gpus, gpu="H100-SXM", cpu_cores=8, memory_gib=64, links=links)
+    return fabric_of(site)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "intra", "adds"), [(4, "NVLink 4", False), (4, "NVSwitch 3", True), (8, "NVLink 4", True)]
+)
+def test_only_a_switch_adds_up(gpus, intra, adds):
+    assert node(gpus, intra).in_switch is adds
+
+
+def test_without_a_switch_a_pair_of_gpus_has_a_part_of_their_links():
+    """Four H100: each pair is joined by six of a GPU's eighteen links."""
+    four = node(4, "NVLink 4")
+    assert four.intra_bytes_per_second == node(8, "NVLink 4").intra_bytes_per_second
+    for ranks, part in ((2, 1 / 3), (3, 2 / 3), (4, 1.0)):
+        assert four.bandwidth(Group(ranks)) == pytest.approx(four.intra_bytes_per_second * part)
+    assert four.bandwidth(Group(4, nodes=2)) <= four.bandwidth(Group(2))
+    switched = node(4, "NVSwitch 3")
+    assert switched.bandwidth(Group(2)) == switched.intra_bytes_per_second
+    for seconds in (
+        lambda fabric: send(GIB, fabric, crosses_nodes=False),
+        lambda fabric: all_to_all(GIB, Group(2), fabric),
+        lambda fabric: all_gather(GIB, Group(2), fabric),
+        lambda fabric: all_reduce(GIB, Group(2), fabric),
+    ):
+        assert seconds(four) == pytest.approx(3 * seconds(switched), rel=0.01)
+    assert all_to_all(GIB, Group(4), four) == pytest.approx(all_to_all(GIB, Group(4), switched))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "intra", "peers"),
+    [(2, "NVLink 3", 1), (4, "NVLink 3", 3), (8, "NVLink 3", 1), (8, "Infinity Fabric MI300X", 7), (4, "NVLink 5", 1)],
+)
+def test_which_gpus_are_joined_in_pairs(gpus, intra, peers):
+    assert node(gpus, intra).peers == peers

@@ -28,6 +28,8 @@ from gradus.schema.plan import Plan
 # took 3.0 ms of a step, all at once 4.3; parts of fewer tokens are small matrices. Fewer parts were not measured.
 CHUNK_BYTES, LEAST_CHUNK_TOKENS, LEAST_CHUNKS = 2**30, 2048, 4
 LOGIT_BYTES = 2  # of 16 bits
+# Below this, rows are too short for the kernel, which gives each one to a whole program: it was made for vocabularies.
+LEAST_COLUMNS = 4096
 # Of the device's memory: a recorded step keeps what it needs, and an evaluation needs some besides.
 MOST_RECORDED = 0.6
 NOTICED = 0.01  # of a step: waiting for less is not worth a number
@@ -108,7 +110,8 @@ def _loss_chunks(plans: Sequence[Plan], space: Space, foresight: Tracing) -> lis
         # What a model of somebody else's does to its logits is not known before it is looked at.
         if problem.details.get("field") != "plan.loss_chunks":
             raise
-        why = f"{problem.message.removeprefix('plan.loss_chunks: ')}; else they would be computed in parts"
+        said = problem.message.partition("plan.loss_chunks: ")[2] or problem.message  # without the recipe's name
+        why = f"{said}; else they would be computed in parts"
         return [{"loss_chunks": (1, why)} if chunks > 1 else {} for chunks, _ in chosen]
     return [
         {"loss_chunks": _if_it_saves(plan, choice, foresight)} if choice[1] else {}
@@ -145,6 +148,8 @@ def chosen_chunks(plan: Plan, capability: tuple[int, int] | None, vocabulary: in
         return 1, ""
     if capability is None or capability < LOSS_KERNEL_CAPABILITY:
         return 1, "the kernel that makes it no slower is for GPUs of compute capability 8.0 or newer"
+    if vocabulary < LEAST_COLUMNS:
+        return 1, f"the kernel that makes it no slower is for {LEAST_COLUMNS:,} classes and more"
     chunks, logits = chunks_of(tokens, vocabulary), tokens * vocabulary * LOGIT_BYTES
     if chunks == 1:
         few = f"in parts of fewer than {LEAST_CHUNK_TOKENS:,} tokens matrices would be small"

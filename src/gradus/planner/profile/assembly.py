@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from gradus.planner.profile.program import Amount, Divides, Operator, Part, Storage, Weights
 from gradus.planner.profile.recording import Call, Piece, Recorder
-
-
-class NotAlike(Exception):
-    """The two passes ran different operators, so that nothing can be said about a third."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +29,14 @@ def in_proportion(record: Recorder, samples: int, facts: Facts) -> Assembled:
     return _assembled(record, record, _Line(0, samples, only_one=True), facts)
 
 
+def alike(few: Recorder, more: Recorder) -> bool:
+    """Whether both passes ran the same operators in the same order, so that sizes can be read from the two."""
+    of_few, of_more = ([(s.name, s.call, s.backward) for s in record.steps] for record in (few, more))
+    return of_few == of_more and len(few.calls) == len(more.calls)
+
+
 def assembled(few: Recorder, more: Recorder, samples: tuple[int, int], facts: Facts) -> Assembled:
-    if [(s.name, s.call, s.backward) for s in few.steps] != [(s.name, s.call, s.backward) for s in more.steps]:
-        raise NotAlike
-    if len(few.calls) != len(more.calls):
-        raise NotAlike
+    """Of two passes that are alike."""
     return _assembled(few, more, _Line(*samples), facts)
 
 
@@ -165,6 +164,13 @@ class _Line:
             return Amount(0.0, b / self.more)
         return Amount(fixed, slope)
 
+    def shape(self, few: Sequence[float], more: Sequence[float]) -> tuple[Amount, ...]:
+        """Of one pass alone, the first dimension that the samples divide is taken to be theirs."""
+        if not self.only_one:
+            return tuple(self.through(a, b) for a, b in zip(few, more, strict=True))
+        theirs = next((n for n, size in enumerate(more) if size and size % self.more == 0), 0)
+        return tuple(Amount(0.0, size / self.more) if n == theirs else Amount(size) for n, size in enumerate(more))
+
 
 @dataclass(frozen=True)
 class _Window:
@@ -223,7 +229,6 @@ def _part(
 
     def operator(step: int) -> Operator:
         small, large = few.steps[step], more.steps[step]
-        shapes = zip(small.work.shape, large.work.shape, strict=True)
         return Operator(
             name=small.name,
             kind=small.work.kind,
@@ -231,7 +236,7 @@ def _part(
             read=line.through(small.read, large.read),
             written=line.through(small.written, large.written),
             dtype=small.dtype,
-            shape=tuple(line.through(a, b) for a, b in shapes),
+            shape=line.shape(small.work.shape, large.work.shape),
             kernels=small.work.kernels,
             reads=tuple(local[n] for n in small.reads if n in local),
             writes=tuple(local[n] for n in small.writes if n in local),

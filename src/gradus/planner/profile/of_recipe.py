@@ -20,7 +20,7 @@ from gradus.parallel.support import LOSS_KERNEL_CAPABILITY
 from gradus.parallel.tensor import divided_layers
 from gradus.planner.profile.assembly import (
     Facts,
-    NotAlike,
+    alike,
     assembled,
     in_proportion,
     tied_elements,
@@ -28,9 +28,10 @@ from gradus.planner.profile.assembly import (
 )
 from gradus.planner.profile.fallback import estimated
 from gradus.planner.profile.program import ModelProfile
+from gradus.planner.profile.recording import Recorder
 from gradus.planner.profile.tracing import FakeModel, Numbers
 from gradus.planner.resolve import data_options
-from gradus.record.format import first_line
+from gradus.record.format import error_text, first_line
 from gradus.schema.errors import GradusError
 from gradus.schema.plan import Precision, Scaling
 from gradus.schema.recipe import Recipe
@@ -107,7 +108,7 @@ def _traced(
     from gradus.training.compilation import names_left_out, names_of_compiled
     from gradus.training.described import outlined_model
     from gradus.training.float8 import use_float8
-    from gradus.training.loss_placement import chunk_loss
+    from gradus.training.loss_placement import cannot_chunk, chunk_loss
     from gradus.training.objective import Objective
 
     model, problem = outlined_model(recipe, dtype)
@@ -143,19 +144,29 @@ def _traced(
     for module in model.modules():
         if isinstance(module, ChunkedLoss):
             module.register_forward_pre_hook(lambda _, given: loss_tokens.append(given[2].numel()))
+
+    def passes() -> tuple[Recorder, ...]:
+        return tuple(fake.trace(examples.batch(samples), samples, loss_of) for samples in micro_batches)
+
     try:
-        few, more = (fake.trace(examples.batch(samples), samples, loss_of) for samples in micro_batches)
+        few, more = passes()
+        if not alike(few, more):
+            # What a first forward makes and keeps (tables of positions, a mask) is there in all others.
+            few, more = passes()
     except Exception as error:
-        first, kind = first_line(error), type(error).__name__
-        reason = f"the model could not be traced ({kind}: {first})"
+        reason = f"the model could not be traced ({error_text(error)})"
         estimate = estimated(bare, model, reason, narrow=numbers.autocast is not None)
-        explained = isinstance(error, GradusError)
-        said = first.removeprefix("model: ") if explained else f"the model failed: {kind}: {first}"
-        raise _TraceFailed(error, said, estimate) from error
+        if isinstance(error, GradusError):
+            raise _TraceFailed(error, first_line(error).removeprefix("model: "), estimate) from error
+        failure: Exception = error
+        if loss_chunks > 1:
+            failure = cannot_chunk(reason)
+            failure.__cause__ = error
+        raise _TraceFailed(failure, f"the model failed: {error_text(error)}", estimate) from error
     facts = _facts(model, styles, experts)
-    try:
+    if alike(few, more):
         parts, calls, modules = assembled(few, more, micro_batches, facts)
-    except NotAlike:
+    else:
         note = "the model runs other operators for other batches: its sizes are taken to be in proportion"
         bare = replace(bare, notes=(*bare.notes, note))
         parts, calls, modules = in_proportion(more, micro_batches[1], facts)

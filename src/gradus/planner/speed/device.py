@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from gradus.hardware.catalogue import Gpu
+from gradus.hardware.catalogue import Gpu, find_gpu
 from gradus.hardware.cluster import gpu_of
 from gradus.hardware.links import find_link
 from gradus.schema.cluster import Cluster
@@ -77,6 +77,7 @@ class Device:
     era: Era = "modern"
     tf32: bool = False  # fp32 products run in it
     host_link: str = ""  # what connects it to the host, and where its speed comes from
+    power_share: float = 1.0  # of what it is rated for, where the cluster gives it less
     notes: tuple[str, ...] = field(default=())
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (there are few devices, and they are small)
@@ -134,6 +135,7 @@ def device_of(cluster: Cluster, era: Era = "modern") -> Device | None:
     if "fp32" not in peak:
         peak["fp32"] = WITHOUT_TENSOR_CORES * (peak.get("tf32") or min(peak.values()) / 2)
         notes.append(f"nobody quotes the peak of {gpu.name} in fp32: {peak['fp32'] / 1e12:.0f} TFLOP/s assumed")
+    power_share, said = _power_share(gpu)
     return Device(
         name=gpu.name,
         peak=peak,
@@ -142,8 +144,22 @@ def device_of(cluster: Cluster, era: Era = "modern") -> Device | None:
         speeds=speeds,
         era=era,
         host_link=host_link,
-        notes=tuple(notes),
+        power_share=power_share,
+        notes=(*notes, *said),
     )
+
+
+def _power_share(gpu: Gpu) -> tuple[float, list[str]]:
+    """Of the power that its vendor rates a GPU for, what it may take here; and a sentence if that is not all of it."""
+    known = find_gpu(gpu.name)
+    share = min(1.0, gpu.power_watts / known.power_watts) if known and known.power_watts and gpu.power_watts else 1.0
+    if share == 1.0 or known is None:
+        return 1.0, []
+    return share, [
+        f"{gpu.name} may take {gpu.power_watts:g} of the {known.power_watts:g} W that it is rated for: products may run"
+        f" at as little as {share:.0%} of the speed that is assumed, which the stated error allows for; --measure on"
+        " the GPU knows better"
+    ]
 
 
 def _with_host_link(speeds: Speeds, capability: tuple[int, ...] | None) -> tuple[Speeds, str]:

@@ -9,6 +9,9 @@ the fastest counts. With n ranks on N nodes, S bytes, and B bytes per second in 
     tree all-reduce      2(n/N − 1 + log2 N) hops             2 · S/B
     all-to-all                            (n−1) hops       (n−1)/n · S/B, S being what a rank sends to all
 
+GPUs that are joined in pairs, without a switch, reach each other over the links of their pair alone: n of the g GPUs of
+a node use (n−1)/(g−1) of what a GPU has, and a message from one to the next 1/(g−1).
+
 A group that spans nodes shares the node's ports with the groups beside it: with one rank of it on each node of eight,
 it has an eighth of them.
 """
@@ -86,14 +89,16 @@ class Fabric:
     inter_latency: float
     ranks_per_node: int
     in_switch: bool = False  # the switch inside a node adds up
+    peers: int = 1  # that share a GPU's links: the others of its node, where nothing switches between them
     assumed: tuple[str, ...] = ()  # what the cluster did not say
 
     def bandwidth(self, group: Group) -> float:
         """Bytes per second in one direction that a ring of the group has at its narrowest."""
+        inside = self.intra_bytes_per_second * min(1.0, max(1.0, group.per_node - 1) / self.peers)
         if group.nodes == 1:
-            return self.intra_bytes_per_second
+            return inside
         ports = self.inter_bytes_per_second * group.per_node / max(1, self.ranks_per_node)
-        return ports if group.per_node <= 1 else min(self.intra_bytes_per_second, ports)
+        return ports if group.per_node <= 1 else min(inside, ports)
 
 
 SWITCHED = 8  # GPUs of a node: as in DGX and HGX systems with NVSwitch
@@ -110,6 +115,8 @@ def fabric_of(cluster: Cluster, ranks_per_gpu: int = 1) -> Fabric:
         inter = UNKNOWN_INTER
         assumed.append(f"links.inter is not known: {inter.name} assumed")
     inside, outside = _kind(intra), "network"
+    names_switch = "switch" in str(cluster.links.intra).lower()
+    meshed = 1 < cluster.gpus_per_node < intra.meshed_below and not names_switch
     ranks = max(1, cluster.gpus_per_node) * ranks_per_gpu
     reached = intra.gb_per_second * 1e9 * REACHED[inside]
     if ranks_per_gpu > 1:
@@ -121,8 +128,11 @@ def fabric_of(cluster: Cluster, ranks_per_gpu: int = 1) -> Fabric:
         intra_latency=_latency(intra, inside),
         inter_latency=_latency(inter, outside),
         ranks_per_node=ranks,
-        # From Hopper on switches add up; four GPUs are joined directly, without a switch.
-        in_switch=inside == "nvlink" and intra.gb_per_second >= 450 and cluster.gpus_per_node >= SWITCHED,
+        peers=cluster.gpus_per_node - 1 if meshed and ranks_per_gpu == 1 else 1,
+        # From Hopper on switches add up.
+        in_switch=inside == "nvlink"
+        and intra.gb_per_second >= 450
+        and (names_switch or cluster.gpus_per_node >= SWITCHED),
         assumed=tuple(assumed),
     )
 
@@ -196,7 +206,7 @@ def all_to_all(size: float, group: Group, fabric: Fabric) -> float:
         return 0.0
     latency = PROTOCOLS[2].ring_base_us * 1e-6 + (n - 1) * 1e-6  # a launch, and a message to each
     if group.nodes == 1:
-        return latency + size * (n - 1) / n / fabric.intra_bytes_per_second
+        return latency + size * (n - 1) / n / fabric.bandwidth(group)
     outside = size * (n - group.per_node) / n
     return latency + fabric.inter_latency + outside / (fabric.inter_bytes_per_second / fabric.ranks_per_node)
 
@@ -208,7 +218,7 @@ def send(size: float, fabric: Fabric, *, crosses_nodes: bool) -> float:
     base = PROTOCOLS[2].ring_base_us * 1e-6
     if crosses_nodes:
         return base + fabric.inter_latency + size / (fabric.inter_bytes_per_second / fabric.ranks_per_node)
-    return base + fabric.intra_latency + size / fabric.intra_bytes_per_second
+    return base + fabric.intra_latency + size * fabric.peers / fabric.intra_bytes_per_second
 
 
 def _ring(moved: float, rounds: int, group: Group, fabric: Fabric, gain: float = 1.0) -> float:
