@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed import DistNetworkError, HashStore, Store
+from torch.distributed import DistNetworkError, HashStore, Store, TCPStore
 
 from gradus.faults import departures
 from gradus.faults.departures import Departures, LeftAlone
@@ -29,6 +29,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def world(rank: int, store: Store) -> World:
     return World(rank=rank, local_rank=rank, size=2, device=torch.device("cpu"), store=store)
+
+
+def test_who_is_the_last_to_come_to_the_end_tells_nobody_and_does_not_fail() -> None:
+    """Without torchrun, rank 0 keeps the store in its own process, and takes it along."""
+    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", kept.port, is_master=False, wait_for_workers=False)
+    early, late = Departures(world(0, kept)), Departures(world(1, client))
+    early.tell(5)
+    late.tell(5)
+    del early, kept
+    late.tell(6)
+    with pytest.raises(RuntimeError):  # who waits for others does want to know
+        late.meet(7)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ but one that has not left, and waits for others itself, goes on without this one
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -45,8 +46,16 @@ class Departures:
         self._world = world
         self._number = 0  # of loops that were left
 
-    def tell(self, step: int) -> str | None:
-        """This rank ends its loop after so many steps. Returns where those are counted who left at the same."""
+    def tell(self, step: int) -> None:
+        """This rank has come to the end of the run after so many steps, and waits for nobody.
+
+        One that has left already may have kept the store: then there is nobody to tell.
+        """
+        with suppress(RuntimeError):
+            self._count(step)
+
+    def _count(self, step: int) -> str | None:
+        """Say that this rank leaves. Returns where those are counted who leave at the same step."""
         store = self._world.store
         if store is None:
             return None
@@ -57,8 +66,8 @@ class Departures:
         return together
 
     def meet(self, step: int) -> None:
-        """As `tell`, and wait until all others have left at the same step. Raises LeftAlone if they do not."""
-        store, together = self._world.store, self.tell(step)
+        """Tell, and wait until all others have left at the same step. Raises LeftAlone if they do not."""
+        store, together = self._world.store, self._count(step)
         if store is None or together is None:
             return
         began = time.monotonic()
