@@ -108,7 +108,7 @@ FAULTS = (
     Planted(
         "much-to-exchange",
         "exposed-communication",
-        {"model": {"use": f"{PARTS}:Table", "rows": 400_000}, "optimizer": {"use": "sgd", "lr": 1e-3}, "steps": 20},
+        {"model": {"use": f"{PARTS}:Table", "rows": 2_000_000}, "optimizer": {"use": "sgd", "lr": 1e-3}, "steps": 20},
         {"model.rows": 400},
         nproc=2,
     ),
