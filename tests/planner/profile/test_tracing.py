@@ -244,17 +244,28 @@ class Looping(nn.Module):
         return torch.stack([self.layer(sample.flatten()) for sample in x])
 
 
-class Remembering(nn.Module):
-    table = None
-
-    def __init__(self):
+class Turned(nn.Module):
+    def __init__(self, width):
         super().__init__()
-        self.layer, self.last = nn.Linear(3 * 32 * 32, 8), nn.Linear(8, 10)
+        self.layer, self.table = nn.Linear(width, width), None
 
     def forward(self, x):
         if self.table is None:
-            self.table = torch.arange(3 * 32 * 32, device=x.device).float().cos()
-        return self.last(self.layer(x.flatten(1) * self.table))
+            self.table = torch.arange(x.shape[-1], device=x.device).float().cos()
+        return self.layer(x * self.table).relu()
+
+
+class Remembering(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(Turned(64) for _ in range(blocks))
+        self.first, self.last = nn.Linear(3 * 32 * 32, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
 """
 
 
@@ -286,9 +297,15 @@ def test_a_model_that_runs_other_operators_for_other_batches_grows_in_proportion
     assert traced.parameters == 3 * 32 * 32 * 10 + 10
 
 
-def test_what_a_first_forward_makes_and_keeps_does_not_make_others_unlike(users_models):
-    traced = profile({"use": "nets.py:Remembering"}, {"use": "synthetic-images"}, loss="cross-entropy")
+@pytest.mark.parametrize("blocks", [1, 6])
+def test_what_a_first_forward_makes_and_keeps_does_not_make_others_unlike(users_models, blocks):
+    """Of blocks that are alike two are run, and only those keep anything."""
+    traced = profile(
+        {"use": "nets.py:Remembering", "blocks": blocks}, {"use": "synthetic-images"}, loss="cross-entropy"
+    )
     assert not traced.notes
+    turned = 2 * 64 * 64 * blocks
+    assert traced.flops(4) == pytest.approx(3 * 4 * (2 * 3072 * 64 + turned + 2 * 64 * 10) - 4 * 2 * 3072 * 64)
     assert [traced.last_product(samples) for samples in (4, 64)] == [(4, 10), (64, 10)]
 
 

@@ -42,38 +42,52 @@ class _Kind:
     spec: TreeSpec | None = None
 
 
+@dataclass(frozen=True)
+class Block:
+    """A repeated block, by its name in the model."""
+
+    name: str
+    module: nn.Module
+    made_of: Any  # what makes it like others, before any of them ran: what one keeps from its first call, others lack
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module) -> Block:
+        return cls(name, module, _made_of(module))
+
+
 @contextmanager
-def watched(blocks: Iterable[tuple[str, nn.Module]], recorder: Recorder) -> Iterator[None]:
+def watched(blocks: Iterable[Block], recorder: Recorder) -> Iterator[None]:
     """Inside, each call of a block is a call of its own in the record, and those that are like others are ghosts."""
     kinds: dict[Any, _Kind] = {}
     replaced: list[tuple[nn.Module, Any]] = []
     recorder.enter(Call(AROUND, False))
-    for name, block in blocks:
-        replaced.append((block, vars(block).get("forward")))
-        _watch(block, name, recorder, kinds)
+    for block in blocks:
+        replaced.append((block.module, vars(block.module).get("forward")))
+        _watch(block, recorder, kinds)
     try:
         yield
     finally:
-        for block, forward in replaced:
+        for module, forward in replaced:
             if forward is None:
-                del block.forward
+                del module.forward
             else:
-                block.forward = forward
+                module.forward = forward
 
 
-def _watch(block: nn.Module, name: str, recorder: Recorder, kinds: dict[Any, _Kind]) -> None:
-    forward, made_of = block.forward, _made_of(block)
+def _watch(block: Block, recorder: Recorder, kinds: dict[Any, _Kind]) -> None:
+    name, module = block.name, block.module
+    forward = module.forward
 
     def watched_forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        kind = kinds.setdefault((made_of, tuple(map(_looks, leaves)), spec, torch.is_grad_enabled()), _Kind([]))
+        kind = kinds.setdefault((block.made_of, tuple(map(_looks, leaves)), spec, torch.is_grad_enabled()), _Kind([]))
         if len(kind.calls) >= REAL and kind.results is not None:
-            call = Call(name, True, like=kind.calls[0], module=block)
+            call = Call(name, True, like=kind.calls[0], module=module)
             recorder.hand_to_ghost(leaves)
             output = _ghost(recorder, call, leaves, kind)
             recorder.returned(call, tree_flatten(output)[0])
         else:
-            call = Call(name, True, module=block)
+            call = Call(name, True, module=module)
             kind.calls.append(recorder.enter(call))
             output = forward(*args, **kwargs)
             results, result_spec = tree_flatten(output)
@@ -84,7 +98,7 @@ def _watch(block: nn.Module, name: str, recorder: Recorder, kinds: dict[Any, _Ki
         recorder.enter(Call(AROUND, False))
         return output
 
-    block.forward = watched_forward
+    module.forward = watched_forward
 
 
 def _ghost(recorder: Recorder, call: Call, leaves: list[Any], kind: _Kind) -> Any:

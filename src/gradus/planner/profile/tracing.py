@@ -21,7 +21,7 @@ from gradus.parallel.blocks import repeated_blocks
 from gradus.planner.profile.as_cuda import AsCuda
 from gradus.planner.profile.cuda_attention import let_documents_be
 from gradus.planner.profile.expected import as_expected
-from gradus.planner.profile.ghosts import watched
+from gradus.planner.profile.ghosts import Block, watched
 from gradus.planner.profile.recording import Recorder
 from gradus.planner.profile.workspace import (
     Direction,
@@ -65,6 +65,8 @@ class FakeModel:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = made.setdefault(id(buffer), _fake(buffer, buffer.dtype))
+        names = {module: name for name, module in model.named_modules()}
+        self._blocks = [Block.of(names[block], block) for block in repeated_blocks(model)]
 
     def _parameter(self, parameter: Tensor) -> Any:
         dtype = parameter.dtype
@@ -77,8 +79,6 @@ class FakeModel:
         recorder = Recorder(as_expected, partial(self._workspace, samples))
         numbers = self.numbers
         as_cuda = AsCuda(numbers.autocast, numbers.capability, numbers.fused_attention)
-        names = {module: name for name, module in self.model.named_modules()}
-        blocks = [(names[block], block) for block in repeated_blocks(self.model)]
         collects = gc.isenabled()
         gc.disable()  # what a collection frees would seem to go at that moment
         try:
@@ -86,7 +86,7 @@ class FakeModel:
                 stack.enter_context(self.mode)
                 fake = tree_map(lambda x: _fake(x, x.dtype) if isinstance(x, Tensor) else x, batch)
                 self._add_parameters(recorder)
-                stack.enter_context(watched(blocks, recorder))
+                stack.enter_context(watched(self._blocks, recorder))
                 stack.enter_context(recorder)
                 stack.enter_context(as_cuda)
                 stack.enter_context(_unnoticed())
