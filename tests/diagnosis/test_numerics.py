@@ -145,3 +145,13 @@ def test_a_loss_scale_that_settles_is_no_fault(tmp_path: Path) -> None:
         tmp_path, state="finished", step=200, events=skips([1, 2, 3, 4]), plan={"precision": "fp16"}, ranks=1
     )
     assert findings(run) == ()
+
+
+def test_a_run_that_went_back_by_itself_says_so(tmp_path: Path) -> None:
+    """It recovered: nobody who looks at the end of it would know."""
+    went = {"event": "rollback", "step": 40, "from_step": 40, "to_step": 30, "why": "the loss is nan", "rollbacks": 1}
+    run = written_run(tmp_path, state="finished", step=90, events=[{**went, "sample_indices": [137]}], ranks=1)
+    found = first(run)
+    assert found.id == "rolled-back"
+    assert found.verdict == "the run went back 1 time, the last time from step 40 to step 30: the loss is nan"
+    assert (found.gain_at_most, found.evidence["last_sample_indices"]) == (10 / 100, [137])

@@ -13,7 +13,18 @@ from gradus.hardware.cluster import gpu_of, shipped_clusters
 from gradus.hardware.links import link_of
 from gradus.schema.cluster import Cluster, GpuNumbers
 
-NAMES = ["dgx-h100", "frontera", "frontier", "leonardo", "lisa", "osu-ri2", "param-rudra", "selene", "summit"]
+NAMES = [
+    "dgx-h100",
+    "dgx-h200",
+    "frontera",
+    "frontier",
+    "leonardo",
+    "lisa",
+    "osu-ri2",
+    "param-rudra",
+    "selene",
+    "summit",
+]
 NAMES += ["tcg-crest", "vista"]
 
 

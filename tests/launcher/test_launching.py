@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -208,3 +209,18 @@ def test_the_first_rank_that_died_is_found_in_torchruns_table(code, words):
 
 def test_a_log_without_a_table_names_nobody():
     assert deaths_in_log("rank 3 was here\nexitcode 9\n") == []
+
+
+@pytest.mark.parametrize("logged", [0, 30])
+def test_a_run_that_was_killed_got_as_far_as_it_logged(tmp_path, logged):
+    """The last sign of life of rank 0 is a few steps older."""
+    run = RunDirectory.create(tmp_path, "own")
+    launch = Launch(run, run.new_attempt(), package.Recipe.from_document(RECIPE), ranks=2, cores=2)
+    write_status(run, Status("running", 23, 200, attempt=launch.attempt))
+    rows = [{"step": step, "attempt": launch.attempt, "loss": 1.0} for step in range(1, logged + 1)]
+    run.metrics_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = run.log_path(launch.attempt, socket.gethostname())
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(TABLE.format(code=-9))
+    result = result_of(launch, Departure(1))
+    assert (result.state, result.step, status(run.path)["step"]) == ("failed", max(logged, 23), max(logged, 23))

@@ -135,9 +135,9 @@ def test_a_rank_that_raises_in_ddp_is_blamed_and_not_its_peers(gradus):
 @pytest.mark.parametrize(
     ("how", "code", "state", "kind", "words"),
     [
-        ("kill", 1, "failed", "rank-died", "rank 1 on localhost was killed by SIGKILL"),
-        ("7", 1, "failed", "rank-died", "rank 1 on localhost left with exit code 7"),
-        ("usage", 1, "failed", "rank-died", "rank 1 on localhost left with exit code 2"),
+        ("kill", 1, "failed", "rank-died", "rank 1 on {} was killed by SIGKILL"),
+        ("7", 1, "failed", "rank-died", "rank 1 on {} left with exit code 7"),
+        ("usage", 1, "failed", "rank-died", "rank 1 on {} left with exit code 2"),
         ("93", 93, "failed", "do-not-restart", "left with exit code 93"),
         ("75", 75, "stopped", None, "rank 1 left with exit code 75"),
     ],
@@ -148,7 +148,7 @@ def test_how_a_rank_left_is_kept(gradus, how, code, state, kind, words):
     assert (done.code, document["state"], document["exit_code"]) == (code, state, code)
     error = document.get("error", {})
     assert error.get("kind") == kind
-    assert words in (error.get("message") or document["reason"])
+    assert words.format(socket.gethostname()) in (error.get("message") or document["reason"])
     if how == "kill":
         assert (error["rank"], error["signal"]) == (1, "SIGKILL")
         assert "host memory" in error["hint"]

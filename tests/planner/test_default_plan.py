@@ -291,7 +291,9 @@ def test_only_reference_models_of_images_get_channels_last_unasked(model, cluste
 @pytest.mark.parametrize(("batch", "nearest"), [(16, "32"), (40, "32 or 64")])
 def test_a_batch_that_cannot_be_split_has_the_nearest_that_can(batch, nearest):
     hint = refusal(recipe(batch), gpus(32, [8, 0]), 32).hint
-    assert hint == f"use batch {nearest}, or a number of ranks that divides {batch}"
+    assert (
+        hint == f"use batch {nearest} (a run that goes on keeps its batch), or a number of ranks that divides {batch}"
+    )
 
 
 @pytest.mark.parametrize(

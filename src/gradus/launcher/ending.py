@@ -49,8 +49,9 @@ def result_of(launch: Launch, departure: Departure) -> Result:
     error = outcome.get("error")
     if error and "BdbQuit" in error["message"] and not error.get("hint"):
         error = {**error, "hint": BREAKPOINT_HINT}
-    status = _settle_status(run, outcome["state"], error["message"] if error else None)
     rows = read_metrics(run)
+    logged = max((row["step"] for row in rows if row.get("attempt") == launch.attempt), default=0)
+    status = _settle_status(run, outcome["state"], error["message"] if error else None, logged)
     step = outcome.get("step", status.step if status else 0)
     loss = outcome.get("loss", next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None))
     if error and launch.log_path.exists():
@@ -187,13 +188,12 @@ def _script_error(death: Death, words: LastWords, script: Script) -> dict[str, A
 def _deaths(launch: Launch) -> list[Death]:
     """Of all nodes: each has a log under its name, and says there when a rank of it died.
 
-    In a job it has the name that the scheduler knows it by.
+    In a job that is the name that the scheduler knows it by. A node alone is localhost to torchrun, whatever its name.
     """
-    logs = sorted(launch.log_path.parent.glob("*.log"))
     of_a_job = read_place(launch.run, launch.attempt) is not None
     found = [
-        replace(death, node=log.stem if of_a_job else death.node)
-        for log in logs
+        replace(death, node=log.stem) if of_a_job or death.node in (None, "localhost") else death
+        for log in sorted(launch.log_path.parent.glob("*.log"))
         for death in deaths_in_log(without_rank_lines(log.read_text(errors="replace")))
     ]
     return sorted(found, key=lambda death: (not death.was_killed, death.at))
@@ -210,9 +210,14 @@ def _launch_failed(launch: Launch, departure: Departure, after: str) -> dict[str
     }
 
 
-def _settle_status(run: RunDirectory, state: Any, message: str | None) -> Status | None:
-    """The final status. Rank 0 may not have lived to write it, or may know only that it lost a peer."""
+def _settle_status(run: RunDirectory, state: Any, message: str | None, logged: int = 0) -> Status | None:
+    """The final status. Rank 0 may not have lived to write it, or may know only that it lost a peer.
+
+    Its last sign of life may be some steps older than the last step that it logged.
+    """
     status = read_status(run)
+    if status is not None and status.state == "running" and logged > status.step:
+        status = replace(status, step=logged)
     if status is not None:
         # Rank 0 cannot know it: the end of an attempt is part of the time that was allocated.
         goodput = run_goodput(run, until=datetime.now(timezone.utc), running=status.attempt).share

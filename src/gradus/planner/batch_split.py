@@ -25,7 +25,7 @@ def split_batch(
         nearest = f"{below} or {above}" if below else f"{above}"
         raise InputError(
             f"batch: {batch} samples cannot be split evenly over {ranks} ranks",
-            hint=f"use batch {nearest}, or a number of ranks that divides {batch}",
+            hint=f"use batch {nearest} (a run that goes on keeps its batch), or a number of ranks that divides {batch}",
             field="batch",
             found=batch,
             allowed=f"a multiple of {ranks}",

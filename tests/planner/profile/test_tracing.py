@@ -6,6 +6,7 @@ import resource
 
 import pytest
 import torch
+from huggingface_cases import HERE
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -255,6 +256,80 @@ class Turned(nn.Module):
         return self.layer(x * self.table).relu()
 
 
+class Leaving(nn.Module):
+    # A block that leaves a loss of its own where the model looks for it.
+
+    def __init__(self, width, first):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        if first:
+            self.extra = 0.0
+
+    def forward(self, x):
+        y = self.layer(x).relu()
+        self.extra = y.square().mean()
+        return x + y
+
+
+class Regularised(nn.Module):
+    def __init__(self, blocks=6, first=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving(64, first) for _ in range(blocks))
+        self.first, self.last = nn.Linear(3 * 32 * 32, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) + sum(block.extra for block in self.blocks)
+
+
+class Graphs(torch.utils.data.Dataset):
+    # Graphs in one large one, and how many they are.
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return {"x": torch.full((5, 4), float(index))}
+
+    @staticmethod
+    def collate(samples):
+        graphs = [sample["x"] for sample in samples]
+        of = torch.arange(len(graphs)).repeat_interleave(5)
+        return {"x": torch.cat(graphs), "of": of, "count": torch.tensor(len(graphs)), "labels": of[::5] % 3}
+
+
+class Pooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x, of, count):
+        sums = torch.zeros(int(count), 8, device=x.device, dtype=x.dtype)
+        return self.last(sums.index_add(0, of, self.layer(x).to(x.dtype)))
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.full((16,), index), torch.full((16,), index)
+
+
+class Host(nn.Module):
+    # It computes where no trace can follow.
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(10, 8), nn.Linear(8, 10)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2))
+
+    def forward(self, tokens):
+        return self.last(self.table(torch.from_numpy(tokens.numpy() % 10)))
+
+
 class Remembering(nn.Module):
     def __init__(self, blocks):
         super().__init__()
@@ -307,6 +382,40 @@ def test_what_a_first_forward_makes_and_keeps_does_not_make_others_unlike(users_
     turned = 2 * 64 * 64 * blocks
     assert traced.flops(4) == pytest.approx(3 * 4 * (2 * 3072 * 64 + turned + 2 * 64 * 10) - 4 * 2 * 3072 * 64)
     assert [traced.last_product(samples) for samples in (4, 64)] == [(4, 10), (64, 10)]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_blocks_leave_for_their_model_is_left_by_all_of_them(users_models, first):
+    """Of blocks that are alike only two are run, unless the model misses something of the others."""
+    model = {"use": "nets.py:Regularised", "first": first}
+    traced = profile(model, {"use": "synthetic-images"}, loss="cross-entropy")
+    assert not traced.notes
+    whole = 3 * 2 * (3072 * 64 + 6 * 64 * 64 + 64 * 10) - 2 * 3072 * 64
+    assert traced.flops(4) == pytest.approx(4 * whole, rel=0.01)
+
+
+def test_what_a_model_does_with_a_number_is_not_what_it_would_do_in_a_run(users_models):
+    """It trains: what a trace has for a number is not how many graphs there are."""
+    traced = profile({"use": "nets.py:Pooled"}, {"use": "nets.py:Graphs"}, loss="cross-entropy")
+    assert not traced.traced
+    assert "could not be traced" in traced.notes[0]
+    assert "after it looked at a number, of which a trace has none" in traced.notes[0]
+
+
+def test_samples_of_one_row_of_whole_numbers_are_taken_for_tokens_where_nothing_can_be_traced(users_models):
+    traced = profile({"use": "nets.py:Host"}, {"use": "nets.py:Tokens"}, loss="cross-entropy")
+    assert not traced.traced
+    assert "activations as in a transformer" in traced.notes[0]
+
+
+@pytest.mark.parametrize("length", [256, 512])
+def test_heads_that_share_keys_are_summed_alike_for_few_samples_and_for_many(length):
+    """Over few rows, which samples do not make more, no buffer is needed."""
+    model = {"use": f"{HERE}:llama", "num_attention_heads": 16, "num_key_value_heads": 2, "hidden_size": 256}
+    model |= {"max_position_embeddings": 512}
+    traced = profile(model, {"use": f"{HERE}:Sentences", "length": length}, "bf16")
+    assert not traced.notes
+    assert traced.flops(4) > 0
 
 
 def test_of_a_pass_alone_the_rows_of_a_product_grow_with_the_samples(users_models):

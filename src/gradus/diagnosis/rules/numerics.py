@@ -11,6 +11,7 @@ from typing import Any
 
 from gradus.diagnosis.evidence import Evidence
 from gradus.diagnosis.finding import Confidence, Finding
+from gradus.record.format import count_text
 from gradus.record.metrics import Evaluation, evaluations
 from gradus.schema.recipe import OWN, Recipe
 
@@ -242,8 +243,32 @@ def loss_scale_skips(evidence: Evidence) -> Finding | None:
     return Finding("loss-scale-skips", verdict, found, change, share, "high", "slow")
 
 
+def rolled_back(evidence: Evidence) -> Finding | None:
+    """The run went back before a fault, and goes on without the samples of that step: nobody may have noticed."""
+    times = [event for event in evidence.events if event.get("event") == "rollback"]
+    if not times:
+        return None
+    again = sum(event["from_step"] - event["to_step"] for event in times)
+    steps = evidence.status.step if evidence.status is not None else times[-1]["from_step"]
+    last = times[-1]
+    found = {
+        "rollbacks": len(times),
+        "steps_done_again": again,
+        "from_steps": [event["from_step"] for event in times],
+        "last_cause": last["why"],
+        "last_sample_indices": last.get("sample_indices"),
+    }
+    back = f"from step {last['from_step']} to step {last['to_step']}"
+    verdict = f"the run went back {count_text(len(times), 'time')}, the last time {back}: {last['why']}"
+    change = (
+        "look at the samples that it goes on without (gradus data show, and the run's events): what is bad goes into "
+        "data.skip of the recipe; where each time it is others, a lower optimizer.lr, or optimizer.clip"
+    )
+    return Finding("rolled-back", verdict, found, change, again / max(1, steps + again), "high", "waste")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-RULES = (overfitting, diverged, loss_scale_skips)
+RULES = (overfitting, diverged, loss_scale_skips, rolled_back)

@@ -208,7 +208,7 @@ def _part(
     logits = _logits_elements(few, window) if number == _last_call(few) else None
     for index, (piece, other) in enumerate(zip(few.pieces, more.pieces, strict=True)):
         kept = _storage(few, piece, number, window, index in used)
-        if kept is None:
+        if kept is None or (piece.role == "workspace" and not other.bytes):  # with more samples it is not needed
             continue
         made, last = kept
         role = piece.role

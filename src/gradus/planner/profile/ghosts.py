@@ -56,14 +56,14 @@ class Block:
 
 
 @contextmanager
-def watched(blocks: Iterable[Block], recorder: Recorder) -> Iterator[None]:
+def watched(blocks: Iterable[Block], recorder: Recorder, *, ghosts: bool = True) -> Iterator[None]:
     """Inside, each call of a block is a call of its own in the record, and those that are like others are ghosts."""
     kinds: dict[Any, _Kind] = {}
     replaced: list[tuple[nn.Module, Any]] = []
     recorder.enter(Call(AROUND, False))
     for block in blocks:
         replaced.append((block.module, vars(block.module).get("forward")))
-        _watch(block, recorder, kinds)
+        _watch(block, recorder, kinds, ghosts)
     try:
         yield
     finally:
@@ -74,14 +74,14 @@ def watched(blocks: Iterable[Block], recorder: Recorder) -> Iterator[None]:
                 module.forward = forward
 
 
-def _watch(block: Block, recorder: Recorder, kinds: dict[Any, _Kind]) -> None:
+def _watch(block: Block, recorder: Recorder, kinds: dict[Any, _Kind], ghosts: bool) -> None:
     name, module = block.name, block.module
     forward = module.forward
 
     def watched_forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         kind = kinds.setdefault((block.made_of, tuple(map(_looks, leaves)), spec, torch.is_grad_enabled()), _Kind([]))
-        if len(kind.calls) >= REAL and kind.results is not None:
+        if ghosts and len(kind.calls) >= REAL and kind.results is not None:
             call = Call(name, True, like=kind.calls[0], module=module)
             recorder.hand_to_ghost(leaves)
             output = _ghost(recorder, call, leaves, kind)

@@ -81,7 +81,7 @@ def profile_of(
                 with suppress(_TraceFailed):  # whatever the parameters are in
                     wide = traced(replace(numbers, narrow_parameters=False))
                     return replace(wide, precision=precision, narrow_failure=failed.said)
-            if isinstance(failed.error, GradusError):  # which a run would meet as well
+            if failed.error is not None:
                 raise failed.error from failed.error.__cause__
     return replace(found, precision=precision, narrow_parameters=narrow_parameters)
 
@@ -89,7 +89,8 @@ def profile_of(
 class _TraceFailed(Exception):
     """Fake tensors have no values, and a model may look at them in any way; or it would fail in a run, too."""
 
-    def __init__(self, error: Exception, said: str, estimate: ModelProfile) -> None:
+    def __init__(self, error: GradusError | None, said: str, estimate: ModelProfile) -> None:
+        """`error`: what a run would meet as well."""
         super().__init__(said)
         self.error, self.said, self.estimate = error, said, estimate
 
@@ -145,20 +146,28 @@ def _traced(
         if isinstance(module, ChunkedLoss):
             module.register_forward_pre_hook(lambda _, given: loss_tokens.append(given[2].numel()))
 
-    def passes() -> tuple[Recorder, ...]:
-        return tuple(fake.trace(examples.batch(samples), samples, loss_of) for samples in micro_batches)
+    def passes(*, ghosts: bool) -> tuple[Recorder, ...]:
+        return tuple(fake.trace(examples.batch(samples), samples, loss_of, ghosts=ghosts) for samples in micro_batches)
+
+    def steady_passes(*, ghosts: bool) -> tuple[Recorder, ...]:
+        few, more = passes(ghosts=ghosts)
+        # What a first forward makes and keeps (tables of positions, a mask) is there in all others.
+        return (few, more) if alike(few, more) else passes(ghosts=ghosts)
 
     try:
-        few, more = passes()
-        if not alike(few, more):
-            # What a first forward makes and keeps (tables of positions, a mask) is there in all others.
-            few, more = passes()
+        try:
+            few, more = steady_passes(ghosts=True)
+        except Exception:  # a block may leave something where the model looks for it, and no ghost does
+            few, more = steady_passes(ghosts=False)
     except Exception as error:
-        reason = f"the model could not be traced ({error_text(error)})"
-        estimate = estimated(bare, model, reason, narrow=numbers.autocast is not None)
-        if isinstance(error, GradusError):
+        cause = error.__cause__ if isinstance(error, GradusError) and isinstance(error.__cause__, Exception) else error
+        looked = ", after it looked at a number, of which a trace has none" if fake.looked_at_numbers else ""
+        reason = f"the model could not be traced ({error_text(cause)}{looked})"
+        sized = replace(bare, tokens_per_sample=bare.tokens_per_sample or examples.length)
+        estimate = estimated(sized, model, reason, narrow=numbers.autocast is not None)
+        if isinstance(error, GradusError) and not fake.looked_at_numbers:
             raise _TraceFailed(error, first_line(error).removeprefix("model: "), estimate) from error
-        failure: Exception = error
+        failure = None
         if loss_chunks > 1:
             failure = cannot_chunk(reason)
             failure.__cause__ = error
@@ -227,8 +236,9 @@ class Examples:
         source = self._data.source
         self.tokens_per_sample = source.tokens_per_sample if source is not None else None
         raw = self._data.fetch(np.zeros(1, dtype=np.int64), recipe.seed)
-        handed_over = _storages(raw)
-        made = {key: size for key, size in _storages(self._data.finish(raw, dtype)).items() if key not in handed_over}
+        handed_over, finished = _storages(raw), self._data.finish(raw, dtype)
+        self.length = _length(finished)
+        made = {key: size for key, size in _storages(finished).items() if key not in handed_over}
         self.sample_bytes, self.input_bytes = float(sum(handed_over.values())), float(sum(made.values()))
         self._seed = recipe.seed
 
@@ -238,6 +248,13 @@ class Examples:
         if not self._channels_last:
             return batch
         return tuple(t.to(memory_format=torch.channels_last) if t.ndim == 4 else t for t in batch)
+
+
+def _length(batch: Any) -> int | None:
+    """Of a sample that looks like a sequence of tokens."""
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    is_sequence = first is not None and first.dtype in (torch.int32, torch.int64) and first.ndim == 2
+    return first.shape[1] if first is not None and is_sequence and first.shape[1] > 1 else None
 
 
 def _storages(batch: Any) -> dict[int, int]:

@@ -319,8 +319,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
         for extra, from_samples in self._workspace(name, args, kwargs, out):
-            if extra == 0:
-                continue
             self.pieces.append(
                 Piece(
                     extra,

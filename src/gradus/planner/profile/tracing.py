@@ -52,6 +52,7 @@ class FakeModel:
         self.numbers = numbers
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.mode.capability = numbers.capability  # type: ignore[attr-defined]  # for models that ask their device
+        self.looked_at_numbers = False  # in a trace, which has none: what it makes of them need not be what a run does
         self._styles = styles  # of layers that a tensor group divides, by name
         self._experts = experts  # names of modules whose parameters belong to experts
         if numbers.fused_attention:
@@ -74,9 +75,9 @@ class FakeModel:
             dtype = self.numbers.autocast
         return nn.Parameter(_fake(parameter, dtype), requires_grad=parameter.requires_grad)
 
-    def trace(self, batch: Any, samples: int, loss_of: LossOf) -> Recorder:
-        """One pass with a batch, of which only the shapes matter."""
-        recorder = Recorder(as_expected, partial(self._workspace, samples))
+    def trace(self, batch: Any, samples: int, loss_of: LossOf, *, ghosts: bool = True) -> Recorder:
+        """One pass with a batch, of which only the shapes matter. Without `ghosts`, each of its blocks is run."""
+        recorder = Recorder(self._expected, partial(self._workspace, samples))
         numbers = self.numbers
         as_cuda = AsCuda(numbers.autocast, numbers.capability, numbers.fused_attention)
         collects = gc.isenabled()
@@ -86,7 +87,7 @@ class FakeModel:
                 stack.enter_context(self.mode)
                 fake = tree_map(lambda x: _fake(x, x.dtype) if isinstance(x, Tensor) else x, batch)
                 self._add_parameters(recorder)
-                stack.enter_context(watched(self._blocks, recorder))
+                stack.enter_context(watched(self._blocks, recorder, ghosts=ghosts))
                 stack.enter_context(recorder)
                 stack.enter_context(as_cuda)
                 stack.enter_context(_unnoticed())
@@ -102,10 +103,18 @@ class FakeModel:
                 parameter.grad = None
         return recorder
 
+    def _expected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        looks = getattr(func, "overloadpacket", func) is torch.ops.aten._local_scalar_dense
+        self.looked_at_numbers |= looks and args[0].dtype != torch.bool
+        return as_expected(func, args, kwargs)
+
     def _workspace(
         self, samples: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Iterator[tuple[int, float]]:
-        """Bytes that an operator asks for while it runs, and from how many samples of a micro-batch on."""
+        """Bytes that an operator asks for while it runs, and from how many samples of a micro-batch on.
+
+        As many answers for any number of samples: what is not needed has no bytes.
+        """
         if name == "convolution":
             yield self._of_convolution(args[0], args[1], out, args[8], "forward"), 0.0
         elif name == "convolution_backward":
@@ -119,13 +128,13 @@ class FakeModel:
                 0.0,
             )
             if args[10][2]:  # the gradient of a bias
-                yield from self._of_sum(args[0], [n for n in range(args[0].ndim) if n != 1], samples)
+                yield self._of_sum(args[0], [n for n in range(args[0].ndim) if n != 1], samples)
         elif name == "native_layer_norm":
             yield _bytes_to_copy(args[:1]), 0.0
         elif name == "native_layer_norm_backward":
             yield _bytes_to_copy(args[:2]), 0.0
         elif name == "sum" and len(args) > 1 and args[1]:
-            yield from self._of_sum(args[0], args[1], samples)
+            yield self._of_sum(args[0], args[1], samples)
         elif attention := re.fullmatch(r"_scaled_dot_product_(flash|efficient|cudnn)_attention_backward", name):
             q, k = args[1], args[2]
             number, heads, queries, width = q.shape
@@ -137,18 +146,17 @@ class FakeModel:
                 0.0,
             )
 
-    def _of_sum(self, x: Tensor, dims: Sequence[int], samples: int) -> Iterator[tuple[int, float]]:
+    def _of_sum(self, x: Tensor, dims: Sequence[int], samples: int) -> tuple[int, float]:
         """Of a sum over rows. Along them, where numbers lie side by side, it needs next to nothing."""
         summed = {dim % x.ndim for dim in dims}
         inner = min(
             (dim for dim in range(x.ndim) if x.shape[dim] > 1), key=lambda dim: (x.stride(dim), -dim), default=0
         )
         if inner in summed or x.numel() == 0:
-            return
+            return 0, 0.0
         rows = math.prod(x.shape[dim] for dim in summed)
         size, from_rows = reduction_workspace_bytes(x.numel() // rows, self.numbers.capability)
-        if size:
-            yield size, from_rows * samples / rows
+        return size, from_rows * samples / rows
 
     def _of_convolution(self, x: Tensor, weight: Tensor, result: Tensor, groups: int, way: Direction) -> int:
         """Of cuDNN, and copies that torch makes first of what does not lie as the convolution is done."""
