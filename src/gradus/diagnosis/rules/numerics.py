@@ -255,7 +255,6 @@ def rolled_back(evidence: Evidence) -> Finding | None:
         "rollbacks": len(times),
         "steps_done_again": again,
         "from_steps": [event["from_step"] for event in times],
-        "last_cause": last["why"],
         "last_sample_indices": last.get("sample_indices"),
     }
     back = f"from step {last['from_step']} to step {last['to_step']}"
