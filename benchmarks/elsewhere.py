@@ -23,7 +23,6 @@ from gradus.schema.cluster import Cluster
 from gradus.schema.recipe import Recipe
 
 TABLE = Path(__file__).parent / "tables" / "elsewhere.yaml"
-PLAN = {"loss_chunks": 1}  # none of them computes its loss in parts
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,7 @@ def table() -> dict[str, Any]:
 
 
 def predicted(row: Mapping[str, Any]) -> Row:
-    recipe, plan = recipe_of(row), {**PLAN, **row["plan"]}
-    found = gradus.predict(recipe, cluster_of(row), plan)
+    found = gradus.predict(recipe_of(row), cluster_of(row), plan_of(row))
     assert found.tokens_per_second is not None
     assert found.step_error is not None
     return Row(row["source"], name_of(row), row["tokens"], found.tokens_per_second / row["gpus"], found.step_error)
@@ -63,9 +61,13 @@ def recipe_of(row: Mapping[str, Any]) -> Recipe:
         "batch": row["batch"],
         "steps": 100,
         "optimizer": {"use": "adamw", "lr": 1e-4, "clip": 1.0},
-        "plan": {**PLAN, **row["plan"]},
+        "plan": plan_of(row),
     }
     return Recipe.from_document(document)
+
+
+def plan_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"loss_chunks": 1, **row["plan"]}  # none of them computes its loss in parts
 
 
 def cluster_of(row: Mapping[str, Any]) -> Cluster:

@@ -59,6 +59,10 @@ torch.library.register_fake("gradus::loss_and_gradient_", _losses_without_values
 torch.library.register_fake("gradus::addmm", lambda total, left, right: None, lib=_library)
 
 
+def cannot_chunk(why: str, hint: str = "") -> InputError:
+    return InputError(f"{FIELD}: {why}", hint=hint or f"use {FIELD}=1", field=FIELD, allowed=1)
+
+
 class OutputLayer(nn.Linear):
     """A model's last layer, which in training leaves its work to the loss and hands on what it is given."""
 
@@ -115,12 +119,9 @@ class ChunkedLoss(nn.Module):
     def forward(self, layer: nn.Linear, x: Tensor, targets: Tensor) -> LossOutput:
         """As `classification_loss` does in training, of `x` (..., width) and `targets` (...)."""
         if x.shape[:-1].numel() != targets.numel():
-            raise InputError(
-                f"{FIELD}: an output layer that is given {tuple(x.shape)} makes no logits for targets of the shape "
-                f"{tuple(targets.shape)} with the classes last",
-                hint=f"use {FIELD}=1",
-                field=FIELD,
-                allowed=1,
+            raise cannot_chunk(
+                f"an output layer that is given {tuple(x.shape)} makes no logits for targets of the shape "
+                f"{tuple(targets.shape)} with the classes last"
             )
         if torch.is_grad_enabled():
             loss_sum = _LossSum.apply(x, layer.weight, layer.bias, targets, self)  # type: ignore[no-untyped-call]
@@ -250,12 +251,7 @@ class _LossSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Once, or again: what was saved stays as it is."""
         if torch.is_grad_enabled():  # with create_graph: what was saved has no history, and they would be wrong
-            raise InputError(
-                f"{FIELD}: a loss in parts has no gradients of gradients (create_graph=True)",
-                hint=f"use {FIELD}=1",
-                field=FIELD,
-                allowed=1,
-            )
+            raise cannot_chunk("a loss in parts has no gradients of gradients (create_graph=True)")
         saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:3], strict=True)
         return (
             *(_scaled(one, gradient, dtype, ctx.kernel) if wanted else None for one, dtype, wanted in saved),

@@ -19,10 +19,9 @@ from gradus.models.output import LossOutput, classification_loss, layer_and_loss
 from gradus.planner.choice.levers import chosen_chunks
 from gradus.planner.defaults import Choice
 from gradus.record.format import error_text
-from gradus.schema.errors import InputError
 from gradus.schema.foreign import is_pretrained_model
 from gradus.schema.recipe import Recipe
-from gradus.training.chunked_loss import FIELD, ChunkedLoss, OutputLayer
+from gradus.training.chunked_loss import FIELD, ChunkedLoss, OutputLayer, cannot_chunk
 from gradus.training.objective import Batch, Objective
 from gradus.training.rehearsal import Autocast, UsesOf, autocast_now, rehearsed
 from gradus.training.valid_labels import shifted
@@ -212,17 +211,16 @@ def _layer_before(
         for hook in hooks:
             hook.remove()
     name, logits = type(model).__name__, logits_of(output)
-    found = [number for number, (y, _) in enumerate(uses.layers) if y is logits]
-    if not found:
+    found = next((call for call in uses.calls if call.result is logits), None)
+    if found is None:
         raise cannot_chunk(f"what {name} computes its loss of is not what a Linear layer of it returned")
     if uses.of(logits):
         raise cannot_chunk(f"{name} uses its logits for something else than the loss")
-    layer = uses.layers[found[0]][1]
-    if sum(other is layer for _, other in uses.layers) > 1:
+    if sum(call.layer is found.layer for call in uses.calls) > 1:
         raise cannot_chunk(f"{name} calls its output layer more than once")
-    if uses.autocasts[found[0]] != outside[0]:
+    if found.autocast != outside[0]:
         raise cannot_chunk(f"{name} computes its logits in a precision of its own, by an autocast inside of it")
-    return layer
+    return found.layer
 
 
 def _check_the_loss_gets_all(
@@ -251,7 +249,3 @@ def _rehearsed(model: nn.Module, ask: Callable[[Batch], Any], example: Batch, us
         raise cannot_chunk(
             f"where {type(model).__name__} computes its loss cannot be seen without data: {error_text(error)}"
         ) from error
-
-
-def cannot_chunk(why: str, hint: str = "") -> InputError:
-    return InputError(f"{FIELD}: {why}", hint=hint or f"use {FIELD}=1", field=FIELD, allowed=1)

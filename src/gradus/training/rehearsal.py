@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,21 +42,25 @@ def autocast_now() -> Autocast:
     return tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCASTS)
 
 
+class LayerCall(NamedTuple):
+    layer: nn.Linear
+    result: Tensor
+    autocast: Autocast  # in which it worked
+
+
 class UsesOf(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices the operators that are given a tensor which a layer has returned."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.layers: list[tuple[Tensor, nn.Linear]] = []  # what was returned, and by which; so that ids stay their own
-        self.autocasts: list[Autocast] = []  # in which each of them worked
+        self.calls: list[LayerCall] = []  # which also hold what was returned, so that ids stay their own
         self._returned: set[int] = set()
         self._used: set[int] = set()
         self._looks = True
 
     def returned(self, layer: nn.Linear, _: Any, y: Tensor) -> None:
         """A hook for after the layer, before those of others, which may return something else."""
-        self.layers.append((y, layer))
-        self.autocasts.append(autocast_now())
+        self.calls.append(LayerCall(layer, y, autocast_now()))
         self._returned.add(id(y))
 
     def of(self, tensor: Tensor) -> bool:

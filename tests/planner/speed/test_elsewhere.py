@@ -31,7 +31,7 @@ def test_every_row_is_a_plan_that_can_be_run_on_its_cluster(elsewhere: Any) -> N
     table = elsewhere.table()
     assert {row["source"] for row in table["rows"]} == set(table["sources"])
     for row in table["rows"]:
-        cluster, plan = elsewhere.cluster_of(row), Plan.model_validate({**elsewhere.PLAN, **row["plan"]})
+        cluster, plan = elsewhere.cluster_of(row), Plan.model_validate(elsewhere.plan_of(row))
         check_supported(case_of(resolved(elsewhere.recipe_of(row)), cluster, plan))
         assert plan.mesh.world_size == row["gpus"], elsewhere.name_of(row)
         assert plan.micro_batch * plan.accumulate * plan.mesh.data_ranks == row["batch"], elsewhere.name_of(row)

@@ -105,11 +105,11 @@ def _traced(
     loss_chunks: int,
     capability: tuple[int, int] | None,
 ) -> ModelProfile:
-    from gradus.training.chunked_loss import ChunkedLoss
+    from gradus.training.chunked_loss import ChunkedLoss, cannot_chunk
     from gradus.training.compilation import names_left_out, names_of_compiled
     from gradus.training.described import outlined_model
     from gradus.training.float8 import use_float8
-    from gradus.training.loss_placement import cannot_chunk, chunk_loss
+    from gradus.training.loss_placement import chunk_loss
     from gradus.training.objective import Objective
 
     model, problem = outlined_model(recipe, dtype)

@@ -151,12 +151,13 @@ def device_of(cluster: Cluster, era: Era = "modern") -> Device | None:
 
 def _power_share(gpu: Gpu) -> tuple[float, list[str]]:
     """Of the power that its vendor rates a GPU for, what it may take here; and a sentence if that is not all of it."""
-    known = find_gpu(gpu.name)
-    share = min(1.0, gpu.power_watts / known.power_watts) if known and known.power_watts and gpu.power_watts else 1.0
-    if share == 1.0 or known is None:
+    known, given = find_gpu(gpu.name), gpu.power_watts
+    rated = known.power_watts if known is not None else None
+    if rated is None or given is None or given >= rated:
         return 1.0, []
+    share = given / rated
     return share, [
-        f"{gpu.name} may take {gpu.power_watts:g} of the {known.power_watts:g} W that it is rated for: products may run"
+        f"{gpu.name} may take {given:g} of the {rated:g} W that it is rated for: products may run"
         f" at as little as {share:.0%} of the speed that is assumed, which the stated error allows for; --measure on"
         " the GPU knows better"
     ]
